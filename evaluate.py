@@ -1,0 +1,709 @@
+"""How good is a model at designing and executing? A mean with its interval, and what it cost.
+
+The idea. Every task is tried K times (samples). Under the system `designed` each sample is a fresh
+design and one execution of it; under `single` or `structure:NAME` no designer is asked, and the
+fixed script of that structure is executed K times by the same model. A sample has a reward (0 or
+1), a status (execute.py lists them; any but "ok" has reward 0) and a price: its calls and output
+tokens, the designer's included. The difference between `designed` and `single` is what designing
+is worth; read it together with the price.
+
+The estimate. First the mean over a task's samples, then the mean over tasks. The interval is a
+percentile bootstrap over *tasks*: draw as many tasks as there are, with repetition, and take the
+mean; the middle 95 % of many such means is the interval. The samples of a task are not drawn
+again: they share its difficulty, so 8 samples of 30 tasks are 30 observations, not 240.
+
+    rewards [[1, 1], [0, 1], [0, 0]]: 3 tasks of 2 samples, means 1, 0.5, 0, together 0.5.
+    A draw has the mean 0 only if it is the third task three times, 1 in 27. That is more than
+    2.5 %, so the interval is 0 to 1: three tasks say nearly nothing. 12 right of 30 say more.
+
+    >>> bootstrap_interval([[1, 1], [0, 1], [0, 0]])
+    (0.0, 1.0)
+    >>> low, high = bootstrap_interval([[1]] * 12 + [[0]] * 18)
+    >>> round(low, 2), round(high, 2)
+    (0.23, 0.57)
+
+What the interval does not say. It is about other tasks, not about another training run. Where all
+tasks score alike the bootstrap sees no spread and gives a point, though 30 tasks that all fail
+still allow a true rate of 3/30 (the rule of three).
+
+Where it differs from the paper, and why. The paper gives points without intervals, and its AIME
+figures are multiples of 1/30: one try a task. 12 of 30 is its 40.00. Here samples are drawn as in
+training, statuses stand beside the mean, tasks whose gold can't be graded are left out and named,
+and what fails on our side is an exception, never a score.
+
+The model folder is what train.py writes: weights, tokenizer, and run_config.json, which says how
+this model is sampled and in which sandbox. Any folder of a causal LM with a chat template will do.
+All sampling seeds derive from (seed, task, sample). Toy tasks are train.py's held-out ones.
+
+    python evaluate.py --model runs/toy/final --samples 4
+    python evaluate.py --model runs/toy/final --system structure:ensemble --n-tasks 60
+    python evaluate.py --model MODEL_FOLDER --data aime2024.jsonl --samples 8 --out aime.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from safetensors import SafetensorError
+
+import design
+import toy
+from data import DataError, load
+from engine import TorchEngine
+from execute import Rollout, rollout
+from reward import score, usable_gold
+from sandbox import SandboxError, ScriptPool, configure, in_force
+
+EVALUATION_STEP = -1  # in the seeds: training steps count from 0, so no draw is used twice
+TOY_TASKS = 512
+# What a model folder without run_config.json is sampled with.
+DEFAULTS = {
+    "preset": "",
+    "data": "",  # what the run trained on; "" is the preset's own
+    "isolation": "strict",
+    "deterministic": False,
+    "temperature": 1.0,
+    "designer_max_tokens": 2048,
+    "executor_max_tokens": 2048,
+    "max_calls": 32,
+    "max_context": None,
+    "designer_prompt": None,
+    "seed": 0,
+}
+SAMPLING = ("deterministic", "seed", "temperature", "designer_max_tokens", "executor_max_tokens")
+SAMPLING += ("max_calls",)
+# The paper samples Qwen3 without thinking; a chat template that knows no such switch ignores it.
+CHAT_KWARGS = {"enable_thinking": False}
+
+
+class UsageError(ValueError):
+    """What was asked for can't be done. The message is one line that says what to give."""
+
+
+# --- results -----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Row:
+    """One sample of one task. `calls` and tokens count the designer's call too.
+
+    `tokens` are output tokens; both token counts are 0 where the engine has no ids (an API).
+    `structure` is None if the design was invalid.
+    """
+
+    task: str
+    kind: str
+    source: str
+    sample: int
+    reward: float
+    status: str
+    structure: str | None
+    calls: int
+    tokens: int
+    prompt_tokens: int
+    answer: str | None
+    error: str | None
+
+
+@dataclass(slots=True)
+class Result:
+    """What one system did on some tasks: one row a (task, sample), in the order of the tasks."""
+
+    system: str
+    rows: list[Row] = field(default_factory=list)
+
+    def by_task(self) -> dict[str, list[float]]:
+        """Task id -> the rewards of its samples."""
+        rewards: dict[str, list[float]] = {}
+        for row in self.rows:
+            rewards.setdefault(row.task, []).append(row.reward)
+        return rewards
+
+    def by_source(self) -> dict[str, Result]:
+        """Data set, or the kind of tasks that have none -> the result on its tasks."""
+        parts: dict[str, Result] = {}
+        for row in self.rows:
+            part = parts.setdefault(row.source or row.kind, Result(self.system))
+            part.rows.append(row)
+        return parts
+
+    def mean(self) -> float:
+        """Mean reward: over a task's samples, then over tasks. ValueError without rows."""
+        return float(_task_means(self.by_task().values()).mean())
+
+    def interval(self, *, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
+        """The bootstrap interval of the mean."""
+        return bootstrap_interval(self.by_task().values(), level=level, seed=seed)
+
+
+def _task_means(values: Iterable[Sequence[float]]) -> np.ndarray:
+    means = np.array([np.mean(samples) for samples in values])  # (tasks,)
+    if not len(means):
+        raise ValueError("no samples to take a mean of: evaluate at least one task")
+    return means
+
+
+def bootstrap_interval(
+    values: Iterable[Sequence[float]],
+    *,
+    level: float = 0.95,
+    draws: int = 4000,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """(low, high): the percentile bootstrap interval of the mean over tasks.
+
+    values: for each task its samples (any number, at least one). Seeded, so the same values give
+    the same interval. One task, or tasks that all score alike, give a point (see the header).
+
+    >>> bootstrap_interval([[1, 1, 1, 1], [1]])
+    (1.0, 1.0)
+    """
+    means, rng = _task_means(values), np.random.default_rng(seed)
+    n = len(means)
+    drawn = [means[rng.integers(n, size=n)].mean() for _ in range(draws)]
+    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def structure_shares(result: Result) -> dict[str, dict[str, float]]:
+    """Source -> {structure: its share of the valid designs}, the most frequent first.
+
+    {} for a source without a valid design; the status invalid_design counts those that are not.
+    """
+    return {source: _shares(part.rows) for source, part in result.by_source().items()}
+
+
+def _shares(rows: Sequence[Row]) -> dict[str, float]:
+    counts = Counter(row.structure for row in rows if row.structure)
+    return {name: n / counts.total() for name, n in counts.most_common()}
+
+
+def rows_of(rollouts: Sequence[Rollout]) -> list[Row]:
+    """Rollouts -> rows: every execution of every design of a task is one sample.
+
+    With several executions a design, the designer's call would count once for each: evaluate
+    asks for one execution a design, or for no designer at all.
+    """
+    rows = []
+    for rolled in rollouts:
+        pairs = [(d, execution) for d in rolled.designs for execution in d.executions]
+        for sample, (drawn, execution) in enumerate(pairs):
+            calls = execution.calls + ([drawn.call] if drawn.call else [])
+            rows.append(
+                Row(
+                    task=rolled.task.id,
+                    kind=rolled.task.kind,
+                    source=rolled.task.source,
+                    sample=sample,
+                    reward=execution.reward,
+                    status=execution.status,
+                    structure=drawn.structure,
+                    calls=len(calls),
+                    tokens=sum(len(call.output_ids or ()) for call in calls),
+                    prompt_tokens=sum(len(call.prompt_ids or ()) for call in calls),
+                    answer=execution.answer,
+                    error=execution.error,
+                )
+            )
+    return rows
+
+
+# --- evaluation --------------------------------------------------------------------------------
+
+
+def forced_structure(system: str, scripts: dict[str, str]) -> str | None:
+    """The structure that a system forces; None for `designed`.
+
+    >>> scripts = {"single": "...", "debate": "..."}
+    >>> [forced_structure(s, scripts) for s in ("designed", "single", "structure:debate")]
+    [None, 'single', 'debate']
+    """
+    if system == "designed":
+        return None
+    name = "single" if system == "single" else system.removeprefix("structure:")
+    if name in scripts and system in ("single", f"structure:{name}"):
+        return name
+    known = ["designed", "single", *(f"structure:{name}" for name in scripts)]
+    raise UsageError(f"unknown system {system!r}: give one of {', '.join(known)}")
+
+
+def evaluate(
+    tasks: Sequence,
+    engine,
+    pool,
+    score: Callable[[object, str], float],
+    *,
+    system: str = "designed",
+    scripts: dict[str, str] | None = None,
+    samples: int = 1,
+    executor_engine=None,
+    batch: int = 512,
+    first_task: int = 0,
+    on_progress: Callable[[int, int, Result], None] | None = None,
+    **options,
+) -> Result:
+    """Try every task `samples` times under one system.
+
+    engine, pool, score, executor_engine: as execute.rollout takes them.
+    system: "designed", "single" or "structure:NAME"; scripts: structure -> script, design.SCRIPTS
+      by default.
+    batch: about so many samples are rolled out together.
+    first_task: the place of tasks[0] among all tasks, for the seeds: give it where several
+      processes share the tasks; their rows, one after the other, are the rows of one process.
+    on_progress(done, total, result): after each sample, and after each batch with its rows in
+      `result`.
+    options: designer_prompt, deterministic, seed, temperature, designer_max_tokens,
+      executor_max_tokens and max_calls, as in execute.rollout.
+
+    Raises UsageError for an unknown system, no task, or two tasks with one id.
+    """
+    scripts = design.SCRIPTS if scripts is None else scripts
+    forced = forced_structure(system, scripts)
+    if not tasks or samples < 1 or batch < 1:
+        raise UsageError(f"{len(tasks)} tasks, {samples=}, {batch=}: give at least 1 of each")
+    repeated = [name for name, n in Counter(task.id for task in tasks).items() if n > 1]
+    if repeated:
+        raise UsageError(
+            f"{len(repeated)} task ids repeat, such as {repeated[0]!r}: make them unique"
+        )
+    if forced is None:
+        plan = {"n_designs": samples, "n_executions": 1}
+    else:
+        plan = {"scripts": [scripts[forced]], "n_executions": samples}
+
+    result, done, total = Result(system), 0, len(tasks) * samples
+
+    def count(event: dict) -> None:
+        nonlocal done
+        invalid = event["event"] == "design" and event["error"] is not None
+        if invalid or event["event"] == "answer":
+            done += plan["n_executions"] if invalid else 1
+            on_progress(done, total, result)
+
+    size = max(1, batch // samples)
+    for start in range(0, len(tasks), size):
+        rollouts = rollout(
+            tasks[start : start + size],
+            engine,
+            pool,
+            score,
+            executor_engine=executor_engine,
+            step=EVALUATION_STEP,
+            first_task=first_task + start,
+            on_event=count if on_progress else None,
+            **plan,
+            **options,
+        )
+        result.rows += rows_of(rollouts)
+        if on_progress:
+            on_progress(done, total, result)
+    return result
+
+
+def oracle_table(
+    tasks: Sequence, engine, pool, score, scripts: dict[str, str], **options
+) -> dict[str, dict[str, float]]:
+    """{structure: {source: mean reward}}, every structure forced on every task.
+
+    What a designer could know: the best structure of each source. options: as for evaluate.
+    """
+    table = {}
+    for name in scripts:
+        result = evaluate(
+            tasks, engine, pool, score, system=f"structure:{name}", scripts=scripts, **options
+        )
+        table[name] = {source: part.mean() for source, part in result.by_source().items()}
+    return table
+
+
+def usable_tasks(tasks: Sequence) -> tuple[list, list]:
+    """(tasks that can be graded, math tasks whose gold can't), see reward.usable_gold."""
+
+    def usable(task) -> bool:
+        return task.kind != "math" or usable_gold(task.answer or "")
+
+    return [task for task in tasks if usable(task)], [task for task in tasks if not usable(task)]
+
+
+# --- tables ------------------------------------------------------------------------------------
+
+
+def markdown_table(rows: Sequence[Sequence], header: Sequence[str]) -> str:
+    """A table that reads well in a terminal and renders as markdown. Floats get three decimals.
+
+    >>> print(markdown_table([["sum", 0.5], ["product", 1]], ["source", "mean"]))
+    | source  | mean  |
+    | ------- | ----- |
+    | sum     | 0.500 |
+    | product | 1     |
+    """
+    cells = [
+        [f"{x:.3f}" if isinstance(x, float) else str(x).replace("|", "\\|") for x in row]
+        for row in (header, *rows)
+    ]
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width for width in widths])
+    padded = [[cell.ljust(w) for cell, w in zip(row, widths, strict=True)] for row in cells]
+    return "\n".join(f"| {' | '.join(row)} |" for row in padded)
+
+
+def oracle_text(table: dict[str, dict[str, float]]) -> str:
+    """An oracle table as markdown: a row a source, a column a structure, the best one named.
+
+    >>> print(oracle_text({"single": {"sum": 0.1}, "pipeline": {"sum": 0.75}}))
+    | source | single | pipeline | best     |
+    | ------ | ------ | -------- | -------- |
+    | sum    | 0.100  | 0.750    | pipeline |
+    """
+    rows = []
+    for source in next(iter(table.values())):
+        means = {name: column[source] for name, column in table.items()}
+        rows.append([source, *means.values(), max(means, key=means.get)])
+    return markdown_table(rows, ["source", *table, "best"])
+
+
+def describe(result: Result) -> dict:
+    """The figures of a result as a dict for JSON. calls and tokens: means over samples."""
+    low, high = result.interval()
+    prices = {
+        name: float(np.mean([getattr(row, name) for row in result.rows]))
+        for name in ("calls", "tokens", "prompt_tokens")
+    }
+    return {
+        "tasks": len(result.by_task()),
+        "mean": result.mean(),
+        "low": low,
+        "high": high,
+        **prices,
+        "structures": _shares(result.rows),
+        "statuses": dict(Counter(row.status for row in result.rows).most_common()),
+    }
+
+
+def result_text(result: Result) -> str:
+    """The table that the command prints: a row a source, and one for all if there are several."""
+
+    def listed(counts: dict) -> str:
+        return ", ".join(
+            f"{name} {n:.2f}" if isinstance(n, float) else f"{name} {n}"
+            for name, n in counts.items()
+        )
+
+    parts = result.by_source()
+    if len(parts) > 1:
+        parts["all"] = result
+    rows = []
+    for source, part in parts.items():
+        d = describe(part)
+        interval = f"{d['low']:.3f} to {d['high']:.3f}"
+        prices = [f"{d['calls']:.1f}", f"{d['tokens']:.0f}"]
+        shares, statuses = listed(d["structures"]), listed(d["statuses"])
+        rows.append([source, d["tasks"], d["mean"], interval, *prices, shares, statuses])
+    header = "source, tasks, mean, 95 % interval, calls, tokens, structures, statuses"
+    return markdown_table(rows, header.split(", "))
+
+
+# --- model folders -----------------------------------------------------------------------------
+
+
+def check_folder(folder: str | Path) -> Path:
+    """The folder, if it holds the parts of a model; else UsageError. Opens none of them."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UsageError(
+            f"no model folder {folder}: give a folder that train.py saved, or fetch one with"
+            " `hf download NAME --local-dir FOLDER`"
+        )
+    parts = {
+        "config.json": ["config.json"],
+        "tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.json"],
+        "weights": ["*.safetensors", "*.bin"],
+    }
+    for part, patterns in parts.items():
+        if not any(path for pattern in patterns for path in folder.glob(pattern)):
+            raise UsageError(f"{folder} has no {part} ({', '.join(patterns)}): save it there too")
+    return folder
+
+
+def load_model(folder: str | Path, device: str, dtype: torch.dtype | None = None) -> tuple:
+    """(model, tokenizer) of a saved causal LM, in eval mode on `device`.
+
+    dtype None: as saved. Nothing is fetched from the network. Raises UsageError, in one line, for
+    a folder that is none, a part that is missing or broken (also a single weight: Transformers
+    would draw it at random), a tokenizer without chat template, or a device that is not there.
+    """
+    folder = check_folder(folder)
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("no CUDA device is here: give --device cpu")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype or "auto", local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        why = " ".join(str(error).split())[:300]
+        raise UsageError(f"{folder} can't be loaded, save the model again: {why}") from error
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise UsageError(
+            f"{folder} lacks {len(missing)} weights, such as {missing[0]}: save it again"
+        )
+    if tokenizer.chat_template is None:
+        raise UsageError(f"the tokenizer in {folder} has no chat template: give a chat model")
+    rows = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > rows:
+        raise UsageError(
+            f"{folder}: the tokenizer knows {len(tokenizer)} tokens, the model {rows}: save both"
+            " from one run"
+        )
+    return model.to(device).eval(), tokenizer
+
+
+def read_settings(folder: Path, given: dict) -> dict:
+    """How to sample: what was `given` (not None), else the folder's run_config.json, else DEFAULTS.
+
+    Raises UsageError for a file that can't be read or a value that can't work.
+    """
+    path, saved = folder / "run_config.json", {}
+    if path.exists():
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"{path} can't be read ({error}): copy the run's config.json"
+            ) from error
+        if not isinstance(saved, dict):
+            raise UsageError(f"{path} holds no JSON object: copy the run's config.json there")
+    settings = {name: saved.get(name, default) for name, default in DEFAULTS.items()}
+    settings |= {name: value for name, value in given.items() if value is not None}
+    for name in ("designer_max_tokens", "executor_max_tokens", "max_calls", "max_context"):
+        value = settings[name]
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise UsageError(f"{name} is {value!r}: give a number of at least 1")
+    if settings["isolation"] not in ("strict", "best"):
+        raise UsageError(f"isolation is {settings['isolation']!r}: give strict or best")
+    temperature = settings["temperature"]
+    if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+        raise UsageError(f"temperature is {temperature!r}: give a number of at least 0")
+    return settings
+
+
+def read_prompt(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        prompt = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--designer-prompt {path} can't be read: {error}") from error
+    if "{question}" not in prompt:
+        raise UsageError(f"--designer-prompt {path} has no {{question}}: say where the task goes")
+    return prompt
+
+
+# --- the command -------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message} (--help explains all flags)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="evaluate.py",
+        description="Evaluate a model folder on the toy tasks or on a file of tasks: mean reward "
+        "with a bootstrap interval over tasks, calls and output tokens a sample, the structures "
+        "of its designs, and how the executions ended.",
+        epilog="What is not given comes from the model folder's run_config.json, if it has one. "
+        "Compare `--system designed` with `--system single` to see what designing is worth. "
+        "Exit status: 0, 2 if what was asked for can't be done, 1 if it failed on the way.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="FOLDER", help="the model: it designs and executes")
+    add("--data", default="toy", metavar="toy|FILE",
+        help="toy (held-out tasks, the default), or a JSONL file of rows with `problem` (or "
+        "`question`) and `answer`")  # fmt: skip
+    add("--system", default="designed",
+        help="designed (default): the model designs anew for each sample; single: one agent; "
+        "structure:NAME: a fixed script of that structure, such as structure:ensemble")  # fmt: skip
+    add("--samples", type=int, default=1, metavar="K", help="samples a task (default 1)")
+    add("--n-tasks", type=int, metavar="N",
+        help=f"the first N tasks (default: all; toy: {TOY_TASKS})")  # fmt: skip
+    add("--executor-model", metavar="FOLDER", help="another model plays the agents")
+    add("--designer-prompt", metavar="FILE", help="a text file with {question} in it")
+    add("--temperature", type=float, metavar="T", help="of sampling, 0: the likeliest token")
+    add("--max-tokens", type=int, metavar="N", help="output tokens a call, for both roles")
+    add("--max-context", type=int, metavar="N", help="tokens of prompt and reply together")
+    add("--seed", type=int, metavar="S", help="of the sampling, and of the toy tasks")
+    isolation = "strict: all layers of the sandbox or an error; best: those that are there"
+    add("--isolation", choices=("strict", "best"), help=isolation)
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    add("--out", metavar="FILE.json", help="write figures and rows, whole or not at all")
+    return parser
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raises UsageError for what can't work or would not be read, before anything is loaded."""
+    for name in ("samples", "n_tasks"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} is {value}: give at least 1")
+    if args.system != "designed":
+        for name in ("executor_model", "designer_prompt"):
+            if getattr(args, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{flag} needs --system designed: {args.system} asks no designer")
+    for folder in (args.model, args.executor_model):
+        if folder:
+            check_folder(folder)
+    if args.data != "toy" and not Path(args.data).is_file():
+        raise UsageError(f"--data {args.data}: no such file; give toy or a JSONL file of tasks")
+    if args.out and (Path(args.out).is_dir() or not Path(args.out).absolute().parent.is_dir()):
+        raise UsageError(f"--out {args.out}: give a file in a folder that exists")
+
+
+def read_tasks(args: argparse.Namespace, seed: int) -> tuple[list, int]:
+    """(tasks, how many were left out); says on standard error what was left out and why."""
+    if args.data == "toy":
+        tasks = toy.make_tasks(args.n_tasks or TOY_TASKS, f"{seed} eval", held_out=True)
+    else:
+        tasks, report = load(args.data)
+        print(report, file=sys.stderr)
+        tasks = tasks[: args.n_tasks]
+        if any("check" in (task.tests or {}) for task in tasks):
+            raise UsageError(f"--data {args.data}: HumanEval rows have no tests to score by")
+    tasks, bad = usable_tasks(tasks)
+    if bad:
+        ids = ", ".join(task.id for task in bad[:10])
+        print(f"left out {len(bad)} tasks whose gold can't be graded: {ids}", file=sys.stderr)
+    if not tasks:
+        raise UsageError(f"--data {args.data}: no task is left to evaluate")
+    return tasks, len(bad)
+
+
+def open_engine(folder: str, device: str, max_context: int | None) -> TorchEngine:
+    model, tokenizer = load_model(folder, device)
+    limit = model.config.max_position_embeddings
+    if max_context and max_context > limit:
+        raise UsageError(
+            f"a context of {max_context}: the model in {folder} knows {limit} positions"
+        )
+    return TorchEngine(model, tokenizer, max_context=max_context, chat_kwargs=CHAT_KWARGS)
+
+
+def progress_line() -> Callable[[int, int, Result], None]:
+    """Says on standard error how far it is: over and over in a terminal, else every 30 seconds."""
+    live, began = sys.stderr.isatty(), time.monotonic()
+    said = began
+
+    def show(done: int, total: int, result: Result) -> None:
+        nonlocal said
+        now, whole = time.monotonic(), len(result.rows) == total
+        if not whole and now - said < (0.2 if live else 30.0):
+            return
+        said = now
+        mean = f", mean so far {result.mean():.3f}" if result.rows else ""
+        start, end = "\r" if live else "", "\n" if whole or not live else ""
+        line = f"{start}{done} of {total} samples, {now - began:.0f} s{mean}"
+        print(line, end=end, file=sys.stderr, flush=True)
+
+    return show
+
+
+def write_json(path: str | Path, value) -> None:
+    """Writes a file whole or not at all: under another name first, then renamed."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            json.dump(value, file, indent=1)
+            file.write("\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def run(args: argparse.Namespace) -> None:
+    """The command, from checked arguments to the printed table and the file."""
+    given = {name: getattr(args, name) for name in ("temperature", "max_context", "seed")}
+    given |= {"isolation": args.isolation, "designer_prompt": read_prompt(args.designer_prompt)}
+    given |= {f"{role}_max_tokens": args.max_tokens for role in ("designer", "executor")}
+    settings = read_settings(Path(args.model), given)
+    is_toy = settings["preset"] == "toy" and not settings["data"]
+    scripts = toy.SCRIPTS if is_toy else design.SCRIPTS
+    default_prompt = toy.DESIGNER_PROMPT if is_toy else None
+    forced_structure(args.system, scripts)  # an unknown system is told before anything is loaded
+    configure(settings["isolation"])
+    tasks, dropped = read_tasks(args, settings["seed"])
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    engine = open_engine(args.model, device, settings["max_context"])
+    executor_engine = None
+    if args.executor_model:
+        executor_engine = open_engine(args.executor_model, device, settings["max_context"])
+    began = time.monotonic()
+    workflow = Path(__file__).with_name("workflow.py").read_text(encoding="utf-8")
+    with ScriptPool({"workflow": workflow}, deterministic=settings["deterministic"]) as pool:
+        result = evaluate(
+            tasks,
+            engine,
+            pool,
+            score,
+            system=args.system,
+            scripts=scripts,
+            samples=args.samples,
+            executor_engine=executor_engine,
+            designer_prompt=settings["designer_prompt"] or default_prompt,
+            on_progress=progress_line(),
+            **{name: settings[name] for name in SAMPLING},
+        )
+    seconds = time.monotonic() - began
+    print(f"\n{args.system}, {args.samples} samples a task, {seconds:.0f} s\n")
+    print(result_text(result))
+    if args.out:
+        asked = {name: getattr(args, name) for name in ("model", "executor_model", "data")}
+        figures = {name: describe(part) for name, part in result.by_source().items()}
+        report = {
+            **asked,
+            "system": args.system,
+            "samples": args.samples,
+            "settings": settings,
+            "sandbox": in_force(),
+            "dropped_golds": dropped,
+            "seconds": seconds,
+            "all": describe(result),
+            "sources": figures,
+            "rows": [asdict(row) for row in result.rows],
+        }
+        write_json(args.out, report)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    transformers.utils.logging.disable_progress_bar()  # one progress line is enough
+    try:
+        check_arguments(args)
+        run(args)
+    except (UsageError, DataError) as error:
+        print(f"evaluate.py: {error}", file=sys.stderr)
+        return 2
+    except (OSError, SandboxError, torch.OutOfMemoryError) as error:
+        print(f"evaluate.py: failed: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

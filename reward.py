@@ -1,0 +1,1240 @@
+r"""reward.py - is this answer right? A verifier for math, a judge for code.
+
+THE IDEA
+    The reward is correctness and nothing else: 1 or 0 for math, all tests (or the share of them)
+    for code. A grader that can be fooled, stalled or killed ruins a run silently, so each half of
+    this file is built around one rule.
+
+MATH: cheap and exact first, algebra last and in a process that may be killed
+    1. The answer is the last `\boxed{...}`; without a box `math_reward` is 0.
+    2. Equal text, integers and plain numbers are decided here, exactly, in microseconds:
+       541 is not 540, 025 is 25, 0.0833333333333333 is 1/12 (see `_close` for when), 0.5 is not 1.
+    3. The rest goes to a worker process as one JSON line. There it is normalised, taken apart
+       (lists, sets, tuples, intervals, equations, matrices, units) and the pieces are compared by
+       the parser of math-verify (latex2sympy) and by evaluation to 50 digits. What these leave
+       open (set algebra, odd relations) goes to `math_verify.verify`.
+    A worker has a CPU limit (3 s), a memory limit and a host that waits 9 s at most. One that
+    breaks a limit or dies is replaced, its verdict is False, and `counts()` says how often.
+
+    DIFFERENT from calling math-verify in the plain way, which of 220 collected pairs gets 22 wrong:
+    it joins neighbouring boxes, takes `5=6` for 6, drops letters as units (`6m` for 6), compares
+    15 places after the point (1/2006! for 1/2004!), and hangs in C code on power towers.
+    DIFFERENT from the reference implementation, which accepts an error of 0.5 % (541 for 540).
+
+CODE: the host compares
+    Only a test's input enters the sandbox; the expected output never does. Each test is one fresh
+    fork, and its verdict comes from the host's comparison of what came back, never from something
+    that the program wrote about itself. Zero tests is never a pass.
+
+    >>> math_reward(r"First \boxed{12}, no: \boxed{15}, so \boxed{12}.", "12")
+    1.0
+    >>> math_equal("541", "540"), math_equal("0.5", r"\frac{1}{2}")
+    (False, True)
+
+NOT COVERED
+    Natural language: a text answer counts if its words are the gold's. Radians against degrees,
+    unit conversion and decimal commas count as wrong. tests/test_reward_math.py has the table of
+    all such choices.
+
+TRY IT
+    python reward.py                        a few answers of each kind, judged
+    python tests/bench_reward.py FILE...    speed and disagreements against plain math-verify
+"""
+
+import atexit
+import json
+import logging
+import math
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import unicodedata
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Literal
+
+import sandbox
+
+MAX_ANSWER = 10_000  # characters; a longer gold is unusable, a longer answer wrong
+MAX_DEPTH = 20  # nested brackets; parsing takes seconds beyond
+MAX_LEAF = 1_000  # characters that the parser is given at once
+MAX_ITEMS = 64  # of an unordered list: matching takes the square of it
+MAX_DIGITS = 20_000  # of a number on the way; more is a power tower or the like
+MATH_CPU_S = 3.0
+MATH_WALL_S = 9.0  # 3 x CPU, so that a busy machine does not make right answers wrong
+MATH_MEMORY_MB = 2048
+START_S = 120.0  # importing sympy takes a second or two, or much longer on a cold disk
+
+
+# ------------------------------------------------------------------ the answer in a response
+
+# A backslash escapes what follows, but `\\boxed` (a response that escapes too much) is still a box.
+_BRACES = re.compile(r"\\boxed\s*\{|\\[{}\\](?!boxed)|[{}]")
+
+
+def extract_answer(response: str) -> str | None:
+    r"""What the last complete `\boxed{...}` holds; None without one. One pass, any length.
+
+    >>> extract_answer(r"\boxed{3}, or rather \boxed{\frac{1}{2}}.")
+    '\\frac{1}{2}'
+    >>> extract_answer(r"\boxed{\boxed{5}}"), extract_answer(r"\boxed{}"), extract_answer("5")
+    ('5', '', None)
+    """
+    if "\\boxed" not in response:
+        return None
+    opened: list[int] = []  # where the content of a box starts, or -1 for any other brace
+    start, end = -1, None
+    for match in _BRACES.finditer(response):
+        token = match.group()
+        if token == "{":
+            opened.append(-1)
+        elif token.startswith("\\boxed"):
+            opened.append(match.end())
+        elif token == "}" and opened:
+            inner = opened.pop()
+            if inner > start:
+                start, end = inner, match.start()
+    return None if end is None else response[start:end].strip()
+
+
+# ------------------------------------------------------------------ plain numbers, exactly
+
+_INTEGER = re.compile(r"([+-]?)(\d+|[1-9]\d{0,2}(?:,\d{3})+)", re.ASCII)
+_DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?", re.ASCII | re.IGNORECASE)
+_RATIO = re.compile(
+    r"([+-]?)\\[dt]?frac\{([+-]?\d+)\}\{([+-]?\d+)\}|([+-]?\d+)/([+-]?\d+)", re.ASCII
+)
+
+
+def _bare(text: str) -> str:
+    return text.lstrip(" \t\r\n$").rstrip(" \t\r\n$.")
+
+
+def _integer(text: str) -> str | None:
+    """Sign and digits of an integer of any length; as text, for `int` takes quadratic time.
+
+    >>> _integer("025"), _integer("-1,234."), _integer("-0"), _integer("12,34"), _integer("1.0")
+    ('25', '-1234', '0', None, None)
+    """
+    match = _INTEGER.fullmatch(_bare(text))
+    if match is None:
+        return None
+    digits = match[2].replace(",", "").lstrip("0")
+    return ("-" if match[1] == "-" else "") + digits if digits else "0"
+
+
+def _rational(text: str) -> Fraction | None:
+    r"""The exact value of an integer, a decimal, `a/b` or `\frac{a}{b}`.
+
+    >>> _rational("-.5"), _rational(r"-\frac{1}{-2}"), _rational("1/0"), _rational("x")
+    (Fraction(-1, 2), Fraction(1, 2), None, None)
+    """
+    text = _bare(text)
+    if len(text) > 400:
+        return None
+    if whole := _integer(text):
+        return Fraction(whole)
+    if _DECIMAL.fullmatch(text):
+        return Fraction(text)
+    match = _RATIO.fullmatch(text)
+    if match is None:
+        return None
+    top, bottom = int(match[2] or match[4]), int(match[3] or match[5])
+    return Fraction(-top if match[1] == "-" else top, bottom) if bottom else None
+
+
+def _last_place(text: str) -> Fraction | None:
+    """One unit in the last place of a decimal of six or more significant digits, else None."""
+    match = re.fullmatch(r"[+-]?(\d*)\.(\d+)", _bare(text), re.ASCII)
+    if match is None or len((match[1] + match[2]).lstrip("0")) < 6:
+        return None
+    return Fraction(1, 10 ** len(match[2]))
+
+
+def _terminates(value: Fraction) -> bool:
+    rest = value.denominator
+    for prime in (2, 5):
+        while rest % prime == 0:
+            rest //= prime
+    return rest == 1
+
+
+def _close(prediction: str, gold: str, tolerance: float | None) -> bool | None:
+    r"""Are two plain numbers equal? None if one of them is none.
+
+    Exactly, with one exception: a decimal of six or more digits may stand for a number that no
+    decimal can write. 0.333333 is 1/3, but 0.33 is not, and 0.999999 is not 1.
+
+    >>> _close("0.333333", r"\frac{1}{3}", None), _close("0.999999", "1", None)
+    (True, False)
+    >>> _close("4.3", "4.2", 0.1), _close("4.31", "4.2", 0.1), _close("x", "1", None)
+    (True, False, None)
+    """
+    a, b = _rational(prediction), _rational(gold)
+    if a is None or b is None:
+        return None
+    if tolerance is not None:
+        return abs(a - b) <= Fraction(str(tolerance))
+    for text, exact in ((prediction, b), (gold, a)):
+        place = _last_place(text)
+        if place is not None and not _terminates(exact):
+            return abs(a - b) < place
+    return a == b
+
+
+# ------------------------------------------------------------------ in the worker: normalising
+
+_CHARACTERS = str.maketrans(
+    {
+        **dict.fromkeys("−–—‐‑", "-"),
+        **dict.fromkeys("÷⁄∕", "/"),
+        **dict.fromkeys("·⋅∙", r"\cdot "),
+        **{"×": r"\times ", "±": r"\pm ", "∓": r"\mp ", "√": r"\sqrt ", "∞": r"\infty "},
+        **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∈": r"\in ", "∅": r"\emptyset "},
+        **{"∪": r"\cup ", "∩": r"\cap ", "ℝ": r"\mathbb{R}", "°": r"^\circ "},
+    }
+)
+
+
+def _nfkc(text: str) -> str:
+    return unicodedata.normalize("NFKC", text)
+
+
+# (pattern, replacement) in the order of use; what NFKC would flatten (x² to x2) comes before it
+_TYPOGRAPHY = [
+    ('[\u200b-\u200f\u2060-\u2064\ufeff\u00ad\0"]', ""),
+    ("[⁰¹²³⁴-⁹⁺⁻⁽⁾ⁿ]+", lambda m: "^{" + _nfkc(m[0]) + "}"),
+    ("[₀-₉₊₋₍₎]+", lambda m: "_{" + _nfkc(m[0]) + "}"),
+    ("[¼-¾⅐-⅞]", lambda m: r" \frac{%s}{%s}" % tuple(_nfkc(m[0]).split("⁄"))),
+    ("[α-ω]", lambda m: "\\" + unicodedata.name(m[0]).split()[-1].lower() + " "),
+    (r"√\s*(\d+)", r"\\sqrt{\1}"),
+]
+_WORD_MACRO = r"\\(?:text(?:bf|it|rm|sf|normal)?|mbox|math(?:rm|bf|it|sf)|boldsymbol|bm|fbox)\s*"
+# Afterwards a double quote marks words: \text{ cm} is "cm". 1,\!234 and 10\,000 are whole numbers.
+_LATEX = [
+    (r"^\s*\*\*(.*?)\*\*\s*$", r"\1"),
+    (r"\\(?:left|right)\s*\.", ""),
+    (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|n?o?limits|rm|bf|it)(?![a-zA-Z])", ""),
+    (r"(?<=\d)(?:\{,\}|,\s*\\!\s*|\\[, ]|\s)(?=\d{3}(?!\d))", ""),
+    (r"(?<!\\)\\[\[\]()]|\\?\$", ""),
+    (r"(?<!\\)\\[,;:!> ]|\\q?quad(?![a-zA-Z])|~", " "),
+    (r"\\[dtc](frac|binom)(?![a-zA-Z])", r"\\\1"),
+    (r"\\(?:leqslant|leq|le)(?![a-zA-Z])|<=", r"\\le "),
+    (r"\\(?:geqslant|geq|ge)(?![a-zA-Z])|>=", r"\\ge "),
+    (r"\\neq?(?![a-zA-Z])|!=", r"\\ne "),
+    (r"\\[lg]t(?![a-zA-Z])", lambda m: "<" if m[0][1] == "l" else ">"),
+    (r"\\([lr])brace(?![a-zA-Z])", lambda m: r"\{" if m[1] == "l" else r"\}"),
+    (r"\\([lr])angle(?![a-zA-Z])", lambda m: "(" if m[1] == "l" else ")"),
+    (r"\\[lr]?vert(?![a-zA-Z])|\\mid(?![a-zA-Z])", "|"),
+    (r"\\varnothing|\\\{\s*\\\}", r"\\emptyset"),
+    (r"\\mathbb\s*\{?\s*R\s*\}?|\ball real numbers\b", r"(-\\infty,\\infty)"),
+    (r"\^\s*\{?\s*\\circ\s*\}?|\\(?:text)?degrees?(?![a-zA-Z])", '"degree"'),
+    (rf"\\%|(?:{_WORD_MACRO}\{{)?\s*\bper\s?cent(?:age)?\b\s*\}}?", "%"),
+    (rf",?\s*{_WORD_MACRO}\{{\s*,?\s*(?:and|or)\s*,?\s*\}}", ","),
+    (r",?\s*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", ","),
+    (r"\\math(?:rm|bf|it|sf)\s*\{\s*([a-zA-Z])\s*\}", r"\1"),
+    (_WORD_MACRO + r"\{([^{}\"\d]*[a-zA-Z][^{}\"]*)\}", r'"\1"'),
+    (_WORD_MACRO + r"\{([^{}]*)\}", r"\1"),
+    (r"(?<=\d)[eE]([+-]?\d+)(?!\w)", r"\\cdot 10^{\1}"),
+    (r"\*\*", "^"),
+    (r"\*", r"\\cdot "),
+    (
+        r"(?<![\\a-zA-Z])(sqrt|arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln|pi|theta|alpha"
+        r"|beta|infty)(?![a-zA-Z])",
+        r"\\\1 ",
+    ),
+    (r"(?<![\\a-zA-Z])(?:infinity|inf)(?![a-zA-Z])", r"\\infty "),
+    (r"\\begin\{(?:[bpB]?matrix|smallmatrix|array)\}(?:\{[lcr|]*\})?", r"\\begin{pmatrix}"),
+    (r"\\end\{(?:[bpB]?matrix|smallmatrix|array)\}", r"\\end{pmatrix}"),
+]
+_TYPOGRAPHY = [(re.compile(pattern), new) for pattern, new in _TYPOGRAPHY]
+_LATEX = [(re.compile(pattern, re.ASCII), new) for pattern, new in _LATEX]
+
+_TEX_ARGUMENT = re.compile(r"\s*([({]|\d|[a-zA-Z]|\\[a-zA-Z]+)")
+_EXPONENT = re.compile(r"\s*([({]|[+-]?\d+|[+-][a-zA-Z])")
+
+
+def _clean(text: str) -> str:
+    r"""One spelling for what means the same.
+
+    >>> _clean(r"\left( 3,\; \dfrac\pi2 \right)"), _clean("√12 × x²")
+    ('( 3, \\frac{\\pi}{2} )', '\\sqrt{12}\\times x^{2}')
+    """
+    for pattern, new in _TYPOGRAPHY:
+        text = pattern.sub(new, text)
+    text = _nfkc(text.translate(_CHARACTERS))
+    for pattern, new in _LATEX:
+        text = pattern.sub(new, text)
+    for command, count in (("\\frac", 2), ("\\binom", 2), ("\\sqrt", 1)):
+        text = _brace(text, command, count, _TEX_ARGUMENT)
+    return " ".join(_brace(text, "^", 1, _EXPONENT).split())
+
+
+def _brace(text: str, command: str, count: int, argument: re.Pattern) -> str:
+    r"""Gives a command's arguments their braces: \frac12, \sqrt(x+1), x^-1, 2^10."""
+    at = text.rfind(command)
+    while at >= 0:
+        end = at + len(command)
+        if option := re.match(r"\s*\[[^\[\]]*\]", text[end:]):  # \sqrt[3]{x}
+            end += option.end()
+        start, braced = end, ""
+        for _ in range(count):
+            match = argument.match(text, end)
+            if match is None:
+                break
+            inside, end = match[1], match.end()
+            if inside in ("(", "{"):
+                close = _closing(text, match.start(1))
+                if close is None:
+                    break
+                inside, end = text[end:close], close + 1
+            braced += "{" + inside + "}"
+        else:
+            text = text[:start] + braced + text[end:]
+        at = text.rfind(command, 0, at)
+    return text
+
+
+# ------------------------------------------------------------------ in the worker: structure
+
+_TOKEN = re.compile(r'"[^"]*"|\\[a-zA-Z]+|\\.|.', re.DOTALL)
+_OPENING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}"}
+_CLOSING = set(_OPENING.values())
+_NUMERIC_COMMANDS = re.compile(r"\\(?:frac|binom|sqrt|cdot|times|pi|log|ln|sin|cos|tan|left|right)")
+_RELATIONS = {"=", "<", ">", "\\le", "\\ge", "\\ne", "\\in"}
+
+
+def _nesting(text: str) -> Iterable[tuple[str, int, int]]:
+    """(token, its position, how many brackets are open around it)."""
+    depth = 0
+    for match in _TOKEN.finditer(text):
+        token = match.group()
+        if token in _CLOSING:
+            depth -= 1
+        yield token, match.start(), depth
+        if token in _OPENING:
+            depth += 1
+
+
+def _closing(text: str, start: int) -> int | None:
+    """Where the bracket that opens at `start` closes; `[1,2)` closes too."""
+    for token, at, depth in _nesting(text[start:]):
+        if depth == 0 and token in _CLOSING:
+            return start + at
+    return None
+
+
+def _split(text: str, separators: set[str]) -> tuple[list[str], list[str]]:
+    """The parts of a text between separators outside all brackets, and these separators."""
+    parts, found, start = [], [], 0
+    for token, at, depth in _nesting(text):
+        if depth == 0 and token in separators:
+            parts.append(text[start:at].strip())
+            found.append(token)
+            start = at + len(token)
+    return [*parts, text[start:].strip()], found
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """kind: leaf (one item), list, set, group (`mark`: its brackets, or the columns of a matrix),
+    names (items: (name, value)), equation (items: left, right), never (equal to nothing)."""
+
+    kind: str
+    items: tuple = ()
+    mark: str = ""
+
+
+@lru_cache(maxsize=4096)
+def _shape(text: str) -> _Shape:
+    text = text.lstrip("= ").rstrip(" .,;:")
+    if not text:
+        return _Shape("never")
+    if _integer(text):
+        return _Shape("leaf", (text,))  # 1,234 is no list
+    matrix = re.fullmatch(r"\\begin\{pmatrix\}(.*)\\end\{pmatrix\}", text)
+    if matrix and "\\begin" not in matrix[1]:
+        rows = [row for row in _split(matrix[1], {"\\\\"})[0] if row]
+        cells = [_split(row, {"&"})[0] for row in rows]
+        return _Shape("group", tuple(sum(cells, [])), f"{[len(row) for row in cells]}")
+    for separators in ({";"}, {",", "\\cup"}):
+        parts = [part for part in _split(text, separators)[0] if part]
+        if len(parts) > 1:
+            return _listed(parts)
+    if "\\pm" in text:
+        plus = text.replace("\\pm", "+").replace("\\mp", "-")
+        return _Shape("list", (plus, text.replace("\\pm", "-").replace("\\mp", "+")))
+    opening = next(token for token, _, _ in _nesting(text))
+    if opening in _OPENING:
+        close = _closing(text, 0)
+        if close is not None and close + len(_OPENING[opening]) >= len(text):
+            return _bracketed(opening, text[len(opening) : close], text[close:])
+    return _related(text)
+
+
+def _listed(parts: list[str]) -> _Shape:
+    """x=1, y=2 are names with values; x=1, x=2 is a list."""
+    pairs = [_split(part, {"="})[0] for part in parts]
+    if all(len(pair) == 2 and _is_name(pair[0]) for pair in pairs):
+        values = {_squash(name): value for name, value in pairs}
+        if len(values) == len(pairs):
+            return _Shape("names", tuple(values.items()))
+    return _Shape("list", tuple(parts))
+
+
+def _bracketed(opening: str, inside: str, closing: str) -> _Shape:
+    items = tuple(part for part in _split(inside, {","})[0] if part)
+    if opening == "\\{" and (condition := re.fullmatch(r"\s*[a-zA-Z]\s*[|:](.*)", inside)):
+        return _shape(condition[1])
+    if opening == "\\{" or (opening == "{" and len(items) > 1):
+        return _Shape("set", items)
+    if len(items) < 2 and (opening in "({" or inside.startswith("\\begin")):
+        return _shape(inside)
+    return _Shape("group", items, opening + closing)
+
+
+def _related(text: str) -> _Shape:
+    """Equations, chains of them, and inequalities in one variable (as intervals)."""
+    parts, found = _split(text, _RELATIONS)
+    if not found:
+        terms = _split(text, {":"})[0]
+        ratio = tuple(rf"\frac{{{term}}}{{{terms[-1]}}}" for term in terms[:-1])
+        return _Shape("group", ratio, ":") if len(ratio) > 1 else _Shape("leaf", ratio or (text,))
+    if set(found) == {"="} and all(parts):
+        numbers = not re.search("[a-zA-Z]", _NUMERIC_COMMANDS.sub("", text))
+        checked = parts[:-1] if numbers else parts[1:-1]
+        if not all(_same(part, parts[-1], None) for part in checked):
+            return _Shape("never")  # 5=6, x=5=6
+        if numbers:
+            return _shape(parts[-1])
+        left, right = parts[0], parts[-1]
+        swap = _is_name(right) and not _is_name(left, may_add=True)  # 5=x
+        return _Shape("equation", (right, left) if swap else (left, right))
+    if found == ["\\in"] and _is_name(parts[0]):
+        return _shape(parts[1])
+    if set(found) <= {">", "\\ge"}:
+        parts, found = parts[::-1], found[::-1]
+    elif not set(found) <= {"<", "\\le"}:
+        return _Shape("leaf", (text,))
+    variables = [bool(re.fullmatch(r"[a-zA-Z](_.*)?|\\(?!infty|pi)[a-z]+", part)) for part in parts]
+    marks = ["[" if sign in ("\\le", "\\ge") else "(" for sign in found]
+    if variables == [True, False]:
+        return _Shape("group", ("-\\infty", parts[1]), "(" + ("]" if marks[0] == "[" else ")"))
+    if variables == [False, True]:
+        return _Shape("group", (parts[0], "\\infty"), marks[0] + ")")
+    if variables == [False, True, False]:
+        return _Shape("group", (parts[0], parts[2]), marks[0] + ("]" if marks[1] == "[" else ")"))
+    return _Shape("leaf", (text,))
+
+
+def _is_name(text: str, *, may_add: bool = False) -> bool:
+    r"""Is the left side of `...=5` a name for the answer? x, f(x), f(2), S_{ABC}, m_{\max}, AB:BC.
+
+    With `may_add` also what a question may ask for: a+b, x^2+y^2; never 2x.
+    """
+    bare = re.sub(r"[_^](\{[^{}]*\}|.)|(?<=[a-zA-Z])\([^()]*\)", "", text)
+    if not re.search("[a-zA-Z]", bare) or re.search(r"\d", bare):
+        return False
+    plain = not re.search(r"[+/^-]|\\frac|\\sqrt|\\cdot", text.replace("^{-1}", ""))
+    return may_add or plain
+
+
+def _squash(text: str) -> str:
+    return re.sub('[ "]', "", text).rstrip(".,;:")
+
+
+def _same(prediction: str, gold: str, tolerance: float | None) -> bool:
+    """The comparison of two cleaned texts, by structure first."""
+    if _squash(prediction) == _squash(gold):
+        return True
+    a, b = _shape(prediction), _shape(gold)
+    kinds = {a.kind, b.kind}
+    if "never" in kinds:
+        return False
+    if kinds == {"equation"}:
+        return _same_equation(a.items, b.items, tolerance)
+    if a.kind == "equation":
+        return _is_name(a.items[0], may_add=True) and _same(a.items[1], gold, tolerance)
+    if b.kind == "equation":
+        return _is_name(b.items[0]) and _same(prediction, b.items[1], tolerance)
+    if kinds == {"names"}:
+        x, y = dict(a.items), dict(b.items)
+        return x.keys() == y.keys() and all(_same(x[k], y[k], tolerance) for k in x)
+    if "names" in kinds or kinds == {"group", "list"}:
+        return _same_in_order(a, b, tolerance)
+    if kinds == {"group"} and a.mark == b.mark:
+        return _same_in_order(a, b, tolerance)
+    if kinds & {"list", "set"}:
+        if "group" not in kinds and _same_in_any_order(a, b, tolerance):
+            return True
+        return "\\cup" in prediction + gold and _algebra(prediction, gold, tolerance)
+    if kinds == {"leaf"}:
+        return _same_leaf(a.items[0], b.items[0], tolerance)
+    return kinds == {"leaf", "group"} and _algebra(prediction, gold, tolerance)
+
+
+def _same_in_order(a: _Shape, b: _Shape, tolerance) -> bool:
+    """Tuples, intervals, matrices; also x=1, y=2 for (1, 2), and 1, 2 for (1, 2)."""
+    marks = {shape.mark for shape in (a, b) if shape.kind == "group"}
+    if len(a.items) != len(b.items) or (a.kind != b.kind and not marks <= {"()"}):
+        return False
+    x, y = (
+        [item[1] if shape.kind == "names" else item for item in shape.items] for shape in (a, b)
+    )
+    return all(_same(one, other, tolerance) for one, other in zip(x, y, strict=True))
+
+
+def _elements(shape: _Shape) -> list[str]:
+    if shape.kind == "leaf":
+        text = shape.items[0]
+        return text.split(",") if _integer(text) else [text]  # 100,200,300 among lists
+    inner = [(_shape(item), item) for item in shape.items]
+    return sum((_elements(s) if s.kind == "list" else [item] for s, item in inner), [])
+
+
+def _same_in_any_order(a: _Shape, b: _Shape, tolerance) -> bool:
+    """Lists with their repetitions; as soon as one side has braces, sets."""
+    x, y = _elements(a), _elements(b)
+    if max(len(x), len(y)) > MAX_ITEMS:
+        return False
+    if "set" in (a.kind, b.kind):
+        pairs = [[_same(one, other, tolerance) for other in y] for one in x]
+        return all(map(any, pairs)) and all(map(any, zip(*pairs, strict=True)))
+    if len(x) != len(y):
+        return False
+    for one in x:
+        match = next((other for other in y if _same(one, other, tolerance)), None)
+        if match is None:
+            return False
+        y.remove(match)
+    return True
+
+
+def _same_equation(a: tuple, b: tuple, tolerance) -> bool:
+    """x=..., twice: the right sides decide. Else one is a multiple of the other: -x=1, 2x+2=0."""
+    (left, right), (gold_left, gold_right) = a, b
+    if _squash(left) == _squash(gold_left) and _is_name(left):
+        return _same(right, gold_right, tolerance)
+    sides = [f"({x})-({y})" for x, y in (a, b)]
+    return _algebra(*sides, tolerance, multiple=True)
+
+
+# ------------------------------------------------------------------ in the worker: single values
+
+_UNITS = {
+    "cm": "centimeter centimetre", "mm": "millimeter millimetre", "km": "kilometer kilometre",
+    "m": "meter metre", "ft": "foot feet", "in": "inch inche", "mi": "mile", "kg": "kilogram",
+    "g": "gram", "l": "liter litre", "h": "hour hr", "min": "minute", "s": "second sec",
+    "mph": "", "kmh": "kmph", "lb": "pound", "oz": "ounce", "deg": "degree", "dollar": "",
+    "ml": "milliliter", "cent": "", "unit": "", "yd": "yard", "day": "", "year": "",
+}  # fmt: skip
+_UNIT_OF = {word: unit for unit, words in _UNITS.items() for word in [unit, *words.split()]}
+_NUMBER = r"[-+]?(?:[\d.,]+|[\d.]*\s*\\frac\{\d+\}\{\d+\}|[\d.]+\s*\\cdot 10\^\{-?\d+\})"
+_BARE_WORDS = re.compile(rf"({_NUMBER})\s*([a-zA-Z][a-zA-Z ./]*(?:\^\{{\d\}})?)", re.ASCII)
+_QUOTED_WORDS = re.compile(r'([^"]*[^\s"/])\s*((?:/?\s*"[^"]*"\s*(?:\^\{?\d\}?)?\s*)+)')
+_BASE = re.compile(r"([0-9A-Z]+)\s*_\s*\{?\s*(\d+)\s*\}?", re.ASCII)
+_CHOICE = re.compile(r'"?\s*\(([A-H])\)[.:]?\s*"?\s*(.+)')
+
+
+def _unit(text: str, *, loose: bool) -> tuple[str, str]:
+    r"""A value and the words after it. `loose`: `5 m` is five metres too, not five times m.
+
+    >>> _unit('5 "cm"^{2}', loose=False), _unit("5 m", loose=False), _unit("5 m", loose=True)
+    (('5', '"cm"^{2}'), ('5 m', ''), ('5', 'm'))
+    """
+    if text.endswith("%"):
+        return text[:-1].strip(), "%"
+    if match := _QUOTED_WORDS.fullmatch(text):
+        in_degrees = match[2].strip() == '"degree"' and re.search(r"\\(sin|cos|tan|cot)", text)
+        return (text, "") if in_degrees else (match[1], match[2])
+    if match := _BARE_WORDS.fullmatch(text):
+        word = re.match("[a-zA-Z]+", match[2])[0].lower()
+        if len(word) == 1:
+            known = loose and word in _UNIT_OF and text[match.end(1)] == " "
+        else:
+            known = len(word) > 3 or word in _UNIT_OF or word.rstrip("s") in _UNIT_OF
+        return (match[1], match[2]) if known else (text, "")
+    return text, ""
+
+
+def _unit_parts(unit: str) -> tuple[set, set, list]:
+    """(known units, other words, powers)."""
+    words = [word.rstrip("s") or word for word in re.findall("[a-z]+", unit.lower())]
+    power = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
+    powers = [power[word] for word in words if word in power] + re.findall(r"\d", unit)
+    words = [word for word in words if word not in power and word not in ("per", "unit")]
+    known = {_UNIT_OF[word] for word in words if word in _UNIT_OF}
+    return known, {word for word in words if word not in _UNIT_OF}, powers
+
+
+def _same_unit(a: str, b: str) -> bool:
+    """Equal, or one side has none; words that are no units (more apples, apples) may be fewer."""
+    (known, words, powers), (known_b, words_b, powers_b) = _unit_parts(a), _unit_parts(b)
+    equal = known == known_b and powers == powers_b
+    return not a or not b or (equal and (words <= words_b or words_b <= words))
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.casefold())
+
+
+def _is_words(text: str) -> bool:
+    """Text, or an expression? Four letters in a row are a word, `ab` is a product."""
+    rest = text.replace('"degree"', " ")
+    rest = re.sub(r"\\(?:begin|end|operatorname)\{\w+\}|\\[a-zA-Z]+|_\{[^{}]*\}", " ", rest)
+    return '"' in rest or bool(re.search(r"[^\W\d_]{4,}", rest))
+
+
+def _same_leaf(prediction: str, gold: str, tolerance: float | None) -> bool:
+    if choice := _CHOICE.fullmatch(prediction):  # (B) 12
+        if _words(gold) == _words(choice[1]):
+            return True
+        prediction = choice[2].strip()
+    bases = [_BASE.fullmatch(side) for side in (prediction, gold)]
+    if any(bases):  # 2516_8 is 2516_8 or 2516 without its base, but not 2516_7
+        digits = [m[1] if m else side for m, side in zip(bases, (prediction, gold), strict=True)]
+        return digits[0] == digits[1] and (not all(bases) or bases[0][2] == bases[1][2])
+    prediction, unit = _unit(prediction, loose=True)
+    gold, gold_unit = _unit(gold, loose=False)
+    percent = (unit == "%") - (gold_unit == "%")
+    if not percent and not _same_unit(unit, gold_unit):
+        return False
+    if _is_words(prediction) or _is_words(gold):
+        return _words(prediction) == _words(gold) != []
+    close = _close(prediction, gold, tolerance)
+    if percent and not close and (a := _rational(prediction)) is not None:
+        b = _rational(gold)
+        return b is not None and (a / 100 == b if percent > 0 else a == b / 100)
+    return _algebra(prediction, gold, tolerance) if close is None else close
+
+
+# ------------------------------------------------------------------ in the worker: algebra
+
+
+def _exact_decimal(match: re.Match) -> str:
+    r"""0.25 -> \frac{25}{100}, 0.1\overline{6} -> \frac{16-1}{90}: floats would round."""
+    whole, fixed, repeated = match[1] or "", match[2], match[3] or ""
+    bottom = 10 ** len(fixed) * (10 ** len(repeated) - 1 if repeated else 1)
+    top = int(whole + fixed + repeated or 0) - (int(whole + fixed or 0) if repeated else 0)
+    return r"\frac{%d}{%d}" % (top, bottom)
+
+
+@lru_cache(maxsize=4096)
+def _parse(text: str):
+    """A sympy object, unevaluated. Raises ValueError, or whatever the parser raises."""
+    from latex2sympy2_extended import latex2sympy
+    from sympy import I
+
+    text = text.replace('"degree"', r"\cdot\frac{\pi}{180}")
+    if len(text) > MAX_LEAF or re.search(r"(?<![_\d])\d+\s+\d|['\"%#]", text):
+        raise ValueError("no expression")
+    text = re.sub(r"(\d+)?\.(\d*)(?:\\overline\{(\d+)\})?", _exact_decimal, text, flags=re.ASCII)
+    # the parser takes R and r for one symbol, so R becomes r with a hat
+    text = re.sub(
+        r"\\[a-zA-Z]+|[A-Z]",
+        lambda m: m[0] if m[0][0] == "\\" else rf"\hat{{{m[0].lower()}}}",
+        text,
+    )
+    tree = latex2sympy(text, is_real=True, convert_degrees=False, normalization_config=None)
+    return tree.xreplace({symbol: I for symbol in tree.free_symbols if symbol.name == "i"})
+
+
+def _size(tree) -> float:
+    """An upper bound of log10 of a subtree's value, symbols taken as 10; OverflowError early."""
+    import sympy
+
+    sizes = [_size(part) for part in tree.args]
+    if tree.is_Rational:
+        size = max(abs(tree.p), tree.q).bit_length() * 0.302
+    elif isinstance(tree, sympy.Pow):
+        size = sizes[0] * 10 ** min(sizes[1], 9)
+    elif isinstance(tree, sympy.factorial | sympy.binomial | sympy.gamma | sympy.exp):
+        size = 10 ** min(sizes[0], 9) * sizes[0]
+    elif isinstance(tree, sympy.Mul):
+        size = sum(sizes)
+    elif isinstance(tree, sympy.Sum | sympy.Product) and max(sizes) > 4:
+        raise OverflowError("a long sum")
+    else:
+        size = max(sizes, default=1.0) + math.log10(len(sizes) or 1)
+    if size > MAX_DIGITS:
+        raise OverflowError("a huge number")
+    return size
+
+
+def _algebra(prediction: str, gold: str, tolerance: float | None, *, multiple=False) -> bool:
+    """Equal by evaluation, else by math-verify; False if a side cannot be parsed or evaluated.
+
+    `multiple`: may one be a constant multiple of the other (two equations, each as left - right)?
+    """
+    from math_verify import verify
+    from sympy import Expr
+
+    try:
+        a, b = _parse(prediction), _parse(gold)
+        if isinstance(a, Expr) and isinstance(b, Expr) and not (a.is_Matrix or b.is_Matrix):
+            _size(a), _size(b)
+            symbols = sorted(a.free_symbols | b.free_symbols, key=str)
+            if not symbols:
+                return _same_number(a.doit(), b.doit(), (prediction, gold), tolerance)
+            verdict = _same_function(a, b, symbols, multiple)
+            if verdict is not None:
+                return verdict
+        if multiple:
+            return False
+        return verify(b, a, allow_set_relation_comp=True, timeout_seconds=None)
+    except Exception:  # noqa: BLE001 - latex2sympy raises bare Exceptions; this is a child process
+        return False
+
+
+def _same_number(a, b, texts: tuple[str, str], tolerance: float | None) -> bool:
+    """Exact if both are rational, else to 40 of 50 digits, or within a decimal's last place."""
+    if (tolerance is None and a.is_Rational and b.is_Rational) or a.is_infinite or b.is_infinite:
+        return a == b
+    x, y = a.evalf(50), b.evalf(50)
+    scale = max(abs(x), abs(y))
+    allowed = scale * 10**-40 if scale > 10**-45 else scale
+    if tolerance is not None:
+        allowed = tolerance
+    elif not (a.is_Rational and b.is_Rational):
+        allowed = max([allowed, *filter(None, map(_last_place, texts))])
+    return bool(abs(x - y) <= allowed)
+
+
+def _same_function(a, b, symbols: list, multiple: bool) -> bool | None:
+    """Equal at sample points where both are real; None if there are fewer than three such points.
+
+    Real points of both signs, so that x is not |x|; whole ones where a floor, a factorial or a sum
+    says that the variable is whole.
+    """
+    import random
+
+    import sympy
+
+    rounded = a.atoms(sympy.floor, sympy.ceiling) | b.atoms(sympy.floor, sympy.ceiling)
+    whole = (sympy.factorial, sympy.binomial, sympy.Sum, sympy.Product)
+    integers = a.has(*whole) or b.has(*whole)
+    integers |= bool(rounded) and not any(part.args[0].is_Symbol for part in rounded)
+    imaginary = a.has(sympy.I) or b.has(sympy.I)
+    draw, values = random.Random(0), []
+    for trial in range(10):
+        numbers = [sympy.Rational(draw.randint(1, 1000), 97) for _ in symbols]
+        if integers:
+            numbers = [sympy.Integer(draw.randint(2, 12)) for _ in symbols]
+        elif trial % 2:
+            numbers = [number * draw.choice((-1, 1)) for number in numbers]
+        point = dict(zip(symbols, numbers, strict=True))
+        x, y = (side.xreplace(point).doit().evalf(50) for side in (a, b))
+        if not all(value.is_number and value.is_finite for value in (x, y)):
+            continue
+        if not imaginary and not (x.is_real and y.is_real):
+            continue
+        values.append((x, y))
+        if multiple and min(abs(x), abs(y)) < 10**-30:
+            return False
+        left, right = (x * values[0][1], y * values[0][0]) if multiple else (x, y)
+        if abs(left - right) > 10**-30 * max(abs(left), abs(right), 10**-9):
+            return False
+    return True if len(values) > 2 else None
+
+
+# ------------------------------------------------------------------ the worker process
+
+
+def _compare(request: dict) -> bool:
+    prediction, gold = _clean(request["prediction"]), _clean(request["gold"])
+    if _squash(prediction) == _squash(gold):
+        return True
+    depth = max((depth for side in (prediction, gold) for _, _, depth in _nesting(side)), default=0)
+    return depth <= MAX_DEPTH and _same(prediction, gold, request["tolerance"])
+
+
+def _worker() -> None:
+    """Answers requests on descriptor 0 until the host's end closes.
+
+    The default action of the CPU timer's signal ends the process even inside C code, and even when
+    the host is gone.
+    """
+    channel = socket.socket(fileno=os.dup(0))
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    memory = MATH_MEMORY_MB << 20
+    limit = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sys.set_int_max_str_digits(0)
+    logging.disable(logging.CRITICAL)
+    # the first parse builds the grammar's tables, which takes longer than any parse after it
+    _algebra(r"\frac{x+1}{2}-\sqrt{2}", r"(1,2]\cup\{3\}", None)
+    channel.sendall(b"ready\n")
+    for line in channel.makefile("rb"):
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, MATH_CPU_S)
+        equal = _compare(request)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        channel.sendall(b"1\n" if equal else b"0\n")
+
+
+class _Worker:
+    """The host's side of one worker process."""
+
+    def __init__(self):
+        self.channel, theirs = socket.socketpair()
+        environment = {
+            "PATH": os.environ.get("PATH", ""),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "LANG": "C.UTF-8",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, os.path.abspath(__file__), "--math-worker"],
+            stdin=theirs,
+            stdout=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is the host's business
+        )
+        theirs.close()
+        if self._receive(time.monotonic() + START_S) != b"ready\n":
+            self.close()
+            raise RuntimeError(
+                "the math worker did not start, see its message above; is math-verify installed? "
+                "(pip install -r requirements.txt)"
+            )
+
+    def _receive(self, deadline: float) -> bytes:
+        """One line; b"" if the worker has ended or the deadline has passed."""
+        line = b""
+        try:
+            while not line.endswith(b"\n"):
+                self.channel.settimeout(max(deadline - time.monotonic(), 0.001))
+                part = self.channel.recv(64)
+                if not part:
+                    return b""
+                line += part
+        except OSError:
+            return b""
+        return line
+
+    def ask(self, request: dict) -> bool | None:
+        """The verdict; None if the worker died or broke a limit: it is of no use then."""
+        deadline = time.monotonic() + MATH_WALL_S
+        try:
+            self.channel.settimeout(MATH_WALL_S)
+            self.channel.sendall(json.dumps(request).encode() + b"\n")
+        except OSError:
+            return None
+        return {b"1\n": True, b"0\n": False}.get(self._receive(deadline))
+
+    def close(self) -> bool:
+        """Ends the process; True if a limit had to end it."""
+        in_time = self.process.poll() is None
+        self.channel.close()
+        self.process.kill()
+        return self.process.wait() == -signal.SIGPROF or in_time
+
+
+class _Pool:
+    """At most `size` workers, each started when all others are busy, and kept."""
+
+    def __init__(self, size: int):
+        self.slots, self.idle, self.lock = threading.BoundedSemaphore(size), [], threading.Lock()
+
+    def ask(self, request: dict) -> bool:
+        with self.slots:
+            with self.lock:
+                worker = self.idle.pop() if self.idle else None
+            worker = worker or _Worker()
+            verdict = None
+            try:
+                verdict = worker.ask(request)
+            finally:  # also on KeyboardInterrupt: an answer that nobody waits for must not be read
+                if verdict is None:
+                    _count("math_limit" if worker.close() else "math_worker_died")
+            if verdict is not None:
+                with self.lock:
+                    self.idle.append(worker)
+            return bool(verdict)
+
+    def close(self) -> None:
+        with self.lock:
+            while self.idle:
+                self.idle.pop().close()
+
+
+_counts = {"math_asked": 0, "math_limit": 0, "math_worker_died": 0, "math_unusable_gold": 0}
+_lock = threading.Lock()
+_pool: _Pool | None = None
+
+
+def _count(name: str) -> None:
+    with _lock:
+        _counts[name] += 1
+
+
+def counts() -> dict[str, int]:
+    """Since the start: comparisons that needed a worker, how many of these ended at a limit or with
+    the worker's death (both are False), and golds that were found unusable."""
+    with _lock:
+        return dict(_counts)
+
+
+def _workers() -> _Pool:
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = _Pool(len(os.sched_getaffinity(0)))
+        return _pool
+
+
+def close() -> None:
+    """Ends the math workers; the next comparison starts new ones."""
+    global _pool
+    with _lock:
+        pool, _pool = _pool, None
+    if pool is not None:
+        pool.close()
+
+
+def _forget_workers() -> None:
+    """A forked child must not talk to its parent's workers."""
+    global _pool, _lock
+    _pool, _lock = None, threading.Lock()
+
+
+atexit.register(close)
+os.register_at_fork(after_in_child=_forget_workers)
+
+
+# ------------------------------------------------------------------ math
+
+
+def _answer(text: str) -> str:
+    box = extract_answer(text)
+    return text.strip() if box is None else box
+
+
+def usable_gold(gold: str) -> bool:
+    r"""May this gold be graded against? It has a letter or digit, its braces pair, and it is no
+    longer than 10,000 characters unless it is an integer. Ask once after loading.
+
+    >>> [usable_gold(gold) for gold in ("025", r"\{1,2\}", "", "$$", r"\frac{1}{", "x" * 10_001)]
+    [True, True, False, False, False, False]
+    """
+    answer = _answer(gold)
+    if not re.search(r"[^\W_]|∞|∅|\\\{\s*\\\}", answer):
+        return False
+    braces = re.findall(r"(?<!\\)[{}]", answer.replace("\\\\", ""))
+    paired = braces.count("{") == braces.count("}")
+    return _integer(answer) is not None or (len(answer) <= MAX_ANSWER and paired)
+
+
+def _decide(given: str, gold: str, tolerance: float | None) -> bool | None:
+    """`given` is the bare answer, `gold` the whole gold; see math_equal."""
+    wanted = _answer(gold)
+    if given == wanted and wanted:
+        return True
+    if tolerance is None:
+        whole, gold_whole = _integer(given), _integer(wanted)
+        if whole is not None and gold_whole is not None:
+            return whole == gold_whole
+    if not usable_gold(gold):
+        _count("math_unusable_gold")
+        return None
+    if not given or max(len(given), len(wanted)) > MAX_ANSWER:
+        return False
+    close = _close(given, wanted, tolerance)
+    if close is not None:
+        return close
+    _count("math_asked")
+    return _workers().ask({"prediction": given, "gold": wanted, "tolerance": tolerance})
+
+
+def math_equal(prediction: str, gold: str, *, tolerance: float | None = None) -> bool | None:
+    r"""Is the prediction the gold's answer? Each side is its last box, or the whole text without.
+
+    None if the gold is unusable (see `usable_gold`) and neither equal text nor two integers settle
+    the matter. `tolerance`: absolute, for numbers. Blocking and thread-safe; 9 s at most (and once
+    some seconds for the start of a worker).
+
+    >>> math_equal("025", "25"), math_equal("541", "540"), math_equal("1,234", "(1,234)")
+    (True, False, False)
+    """
+    return _decide(_answer(prediction), gold, tolerance)
+
+
+def math_reward(response: str, gold: str, **kw) -> float | None:
+    r"""1.0 or 0.0; 0.0 without a box; None if the gold is unusable. `kw`: as math_equal.
+
+    >>> math_reward(r"\boxed{5}", "5"), math_reward("It is 5.", "5"), math_reward(r"\boxed{5}", "")
+    (1.0, 0.0, None)
+    """
+    equal = _decide(extract_answer(response) or "", gold, kw.get("tolerance"))
+    return None if equal is None else float(equal)
+
+
+# ------------------------------------------------------------------ code
+
+_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*\{?\.?([\w+#-]*)(.*)")
+_PYTHON = {"python", "python3", "py", "py3", "pypy", "pypy3", "python2"}
+
+
+def extract_code(response: str) -> str:
+    r"""The last Python block of a response, or its last block without a language; "" without one.
+
+    After `</think>`, and inside the last `<solution>` if there is one (there it needs no fence). A
+    block that the end of the text cuts off counts. A lone closing fence ends what stands before it.
+    A fence is a line of its own: ``` inside of a line belongs to the program.
+
+    >>> extract_code("```python\nprint(1)\n```\nOutput:\n```\n1\n```")
+    'print(1)'
+    >>> extract_code("def f():\n    return 1\n```"), extract_code("The answer is 1")
+    ('def f():\n    return 1', '')
+    """
+    text = response.replace("\r\n", "\n").rpartition("</think>")[2]
+    _, tag, solution = text.rpartition("<solution>")
+    if tag:
+        text = solution.partition("</solution>")[0]
+    lines = text.split("\n")
+    fences = [(n, match) for n, line in enumerate(lines) if (match := _FENCE.fullmatch(line))]
+    if not fences:
+        return text.strip("\n") if tag else ""
+    if len(fences) == 1 and not fences[0][1][3] and not "".join(lines[fences[0][0] + 1 :]).strip():
+        return "\n".join(lines[: fences[0][0]]).strip("\n")
+    blocks: list[tuple[str, str]] = []
+    opened: tuple[int, re.Match] | None = None
+    for n, match in [*fences, (len(lines), None)]:
+        if opened is None:
+            opened = (n, match)
+            continue
+        start, fence = opened
+        closes = match is None or (
+            match[2].startswith(fence[2]) and not match[3] and not match[4].strip()
+        )
+        if closes:
+            indent = len(fence[1])
+            body = [
+                line[indent:] if not line[:indent].strip() else line
+                for line in lines[start + 1 : n]
+            ]
+            blocks.append((fence[3].lower(), "\n".join(body).strip("\n")))
+            opened = None
+    for languages in (_PYTHON, {""}):
+        for language, body in reversed(blocks):
+            if language in languages:
+                return body
+    return ""
+
+
+@dataclass(frozen=True)
+class CodeVerdict:
+    """`per_test`: "ok" | "wrong" | "error" | "timeout" for each test that ran, in order.
+
+    `total` counts all tests, also those that a stop at the first failure left out.
+
+    >>> CodeVerdict(0, 0, []).ok
+    False
+    """
+
+    passed: int
+    total: int
+    per_test: list[Literal["ok", "wrong", "error", "timeout"]]
+
+    @property
+    def ok(self) -> bool:
+        return self.passed == self.total > 0
+
+
+_FLOAT = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+TOLERANCE = 1e-6  # absolute or relative, only where a float is expected
+
+
+def _near(given: float, expected: float) -> bool:
+    finite = math.isfinite(given) and math.isfinite(expected)
+    return finite and math.isclose(given, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+
+
+def _same_stdout(given: str, expected: str) -> bool:
+    r"""Token by token, line by line; blanks at the end of lines and of the output do not matter.
+
+    >>> _same_stdout("1 2 \r\n3\n\n", "1 2\n3"), _same_stdout("1\n2", "1 2")
+    (True, False)
+    >>> [_same_stdout(given, "1.5") for given in ("1.5000001", "1.50", "nan", "1_000")]
+    [True, True, False, False]
+    >>> _same_stdout("50000000000000000", "50000000000000001"), _same_stdout("1.0", "1")
+    (False, False)
+    """
+    lines, wanted = (
+        [line.split() for line in text.rstrip().split("\n")] for text in (given, expected)
+    )
+    return len(lines) == len(wanted) and all(
+        len(line) == len(other) and all(map(_same_token, line, other))
+        for line, other in zip(lines, wanted, strict=True)
+    )
+
+
+def _same_token(given: str, expected: str) -> bool:
+    if given == expected:
+        return True
+    floats = _FLOAT.fullmatch(given) and _FLOAT.fullmatch(expected)
+    return bool(floats) and not expected.lstrip("+-").isdigit() and _near(given, expected)
+
+
+def _near(given, expected) -> bool:
+    x, y = float(given), float(expected)
+    finite = math.isfinite(x) and math.isfinite(y)
+    return finite and math.isclose(x, y, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+
+
+def _refuse(constant: str):
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _from_json(text: str):
+    # int() refuses more than 4300 digits, so those stay text
+    return json.loads(
+        text,
+        parse_constant=_refuse,
+        parse_int=lambda digits: int(digits) if len(digits) < 4000 else digits,
+    )
+
+
+def _same_result(given: str | None, expected: str) -> bool:
+    """Two JSON values: floats near, the rest equal. Raises ValueError if `expected` is not JSON.
+
+    >>> _same_result("[0.30000000000000004, [1, 2]]", "[0.3, [1, 2]]"), _same_result("true", "1")
+    (True, False)
+    """
+    wanted = _from_json(expected)
+    try:
+        return given is not None and _same_value(_from_json(given), wanted)
+    except (ValueError, RecursionError, OverflowError):
+        return False
+
+
+def _same_value(given, expected) -> bool:
+    if isinstance(expected, list):
+        return (
+            isinstance(given, list)
+            and len(given) == len(expected)
+            and all(map(_same_value, given, expected))
+        )
+    if isinstance(expected, dict):
+        return (
+            isinstance(given, dict)
+            and given.keys() == expected.keys()
+            and all(_same_value(given[key], expected[key]) for key in expected)
+        )
+    if isinstance(expected, bool) or isinstance(given, bool):  # True == 1 in Python
+        return given is expected
+    if isinstance(expected, float):
+        return isinstance(given, int | float) and _near(given, expected)
+    return given == expected
+
+
+def code_reward(
+    program: str,
+    tests: dict,
+    *,
+    stop_early: bool = False,
+    cpu_s: float = 5.0,
+    wall_s: float = 15.0,
+    memory_mb: int = 1024,
+) -> CodeVerdict:
+    """Runs a program on every test, each in a fresh sandboxed process with its own limits.
+
+    `tests`: {"inputs": [str], "outputs": [str], "fn_name": str | None}. Without fn_name an input is
+    standard input and an output standard output; with it (call mode) an input holds one JSON value
+    a line, one line an argument, and an output is one JSON value. `stop_early`: not on after the
+    first failure, which is all that an all-or-nothing reward needs.
+
+    Raises SandboxError if the sandbox itself fails, ValueError if the tests are malformed.
+    """
+    inputs, outputs, fn_name = tests["inputs"], tests["outputs"], tests.get("fn_name")
+    if len(inputs) != len(outputs):
+        raise ValueError(f"{len(inputs)} inputs but {len(outputs)} outputs: drop this task")
+    same = _same_result if fn_name else _same_stdout
+    limits = {"cpu_s": cpu_s, "wall_s": wall_s, "memory_mb": memory_mb}
+    per_test: list[str] = []
+    for stdin, expected in zip(inputs, outputs, strict=True):
+        run = sandbox.run_program(program, stdin, fn_name=fn_name, **limits)
+        verdict = run.status
+        if verdict == "ok" and not same(run.result if fn_name else run.stdout, expected):
+            verdict = "wrong"
+        per_test.append(verdict)
+        if stop_early and verdict != "ok":
+            break
+    return CodeVerdict(per_test.count("ok"), len(inputs), per_test)
+
+
+def run_asserts(program: str, check: str, **limits) -> bool:
+    """HumanEval's form: do the asserts of `check` hold after the program? For evaluation only.
+
+    The check runs in the program's own process, so a program that sets out to fool it can. It does
+    have to reach the end: the last line defines a function, and only its result counts as a pass.
+    `limits`: cpu_s, wall_s, memory_mb as in code_reward.
+    """
+    token = os.urandom(8).hex()
+    source = f"{program}\n\n{check}\n\ndef checked_{token}():\n    return '{token}'\n"
+    run = sandbox.run_program(source, fn_name=f"checked_{token}", **limits)
+    return run.status == "ok" and run.result == f'"{token}"'
+
+
+# ------------------------------------------------------------------ one number for a task
+
+
+def score(task, response: str, *, code: Literal["all", "fraction"] = "all") -> float:
+    """The reward of a response, 0 to 1. Blocking and thread-safe.
+
+    task: any object with the fields of data.Task. A code task pays for passing all tests, or with
+    code="fraction" for the share that it passes. Raises ValueError if the task cannot be scored.
+    """
+    if code not in ("all", "fraction"):
+        raise ValueError(f"code must be 'all' or 'fraction', not {code!r}")
+    if task.kind == "math":
+        reward = math_reward(
+            response, task.answer or "", tolerance=getattr(task, "tolerance", None)
+        )
+        if reward is None:
+            raise ValueError(f"{task.id}: the gold is unusable, drop it with usable_gold()")
+        return reward
+    if "inputs" not in (task.tests or {}):
+        raise ValueError(f"{task.id}: has no tests to score with (a check is for run_asserts only)")
+    verdict = code_reward(extract_code(response), task.tests, stop_early=code == "all")
+    return float(verdict.ok) if code == "all" else verdict.passed / max(verdict.total, 1)
+
+
+def score_batch(pairs: Iterable, *, workers: int | None = None, **kw) -> list[float]:
+    """`score` for many (task, response) pairs, in order, on all cores; at most `workers` at once.
+
+    The first that raises ends the batch.
+    """
+    with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as threads:
+        return list(threads.map(lambda pair: score(*pair, **kw), pairs))
+
+
+def _show() -> None:
+    """A few answers of each kind, judged."""
+    answers = [("541", "540"), ("025", "25"), (r"\frac{\sqrt2}{2}", r"\frac{1}{\sqrt{2}}")]
+    answers += [("5=6", "6"), ("2, -1", "-1,2"), ("y = -x/2 + 3/4", "2x+4y-3=0"), ("5 km", "5 m")]
+    for prediction, gold in answers:
+        start = time.perf_counter()
+        verdict = math_equal(prediction, gold)
+        milliseconds = (time.perf_counter() - start) * 1000
+        print(f"{prediction:>18}  for  {gold:<20} {verdict!s:6} {milliseconds:8.2f} ms")
+    print("comparisons:", counts())
+    sandbox.configure("best")
+    tests = {"inputs": ["1 2\n", "5 5\n"], "outputs": ["3\n", "10\n"], "fn_name": None}
+    for line in ("print(sum(map(int, input().split())))", "print(3)", "while True: pass"):
+        print(f"{line:>40}  {code_reward(line, tests, cpu_s=1.0)}")
+
+
+if __name__ == "__main__":
+    _worker() if sys.argv[1:] == ["--math-worker"] else _show()

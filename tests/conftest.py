@@ -1,0 +1,6 @@
+"""The repository's root on the path, so that `pytest` works from anywhere."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
