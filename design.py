@@ -335,8 +335,8 @@ def check_script(source: str) -> None:
 
 def structure_of(source: str) -> str:
     r"""The structure of a script: "single", "pipeline" (at least 2 agents in a chain), "ensemble",
-    "reflection", "debate", "router", or "mixed" (nested, or two kinds of node). Raises DesignError
-    for a script that does not parse or makes no node.
+    "reflection", "debate", "router", or "mixed" (nested, two kinds of node, or not to be told).
+    Raises DesignError for a script that does not parse or has no node at all.
 
     >>> head = "from workflow import *\na, b = AgentNode('a', ''), AgentNode('b', '')\n"
     >>> structure_of(head + "Workflow().add_node(a).run(question)")
@@ -355,16 +355,15 @@ def structure_of(source: str) -> str:
     if not tops:  # nothing could be followed to a workflow: judge by what is made at all
         made = [c for c in ast.walk(script.tree) if script.node_class(c) in STRUCTURES]
         tops = slots = [c for c in made if script.node_class(c) != "AgentNode"] or made
-    if not tops:
+    if not tops and not any(script.class_of(node) for node in ast.walk(script.tree)):
         raise DesignError("no_agent", "no node is made")
     classes = {script.node_class(call) for call in tops}
     if classes == {"AgentNode"}:
         return "single" if len(slots) == 1 else "pipeline"
     arguments = (value for top in tops for value in [*top.args, *(k.value for k in top.keywords)])
     inner = {script.node_class(call) for call in script.nodes_in(arguments)}
-    if len(classes) > 1 or len(slots) > 1 or inner - {"AgentNode"}:
-        return "mixed"
-    return STRUCTURES.get(classes.pop(), "mixed")
+    plain = len(classes) == len(slots) == 1 and inner <= {"AgentNode"}
+    return STRUCTURES.get(classes.pop(), "mixed") if plain else "mixed"
 
 
 class _Script:
@@ -385,9 +384,14 @@ class _Script:
         self.unknown_names: list[str] = []
         self.classes: dict[str, str] = {}
         self.values: dict[str, list[ast.AST]] = {}
-        self.functions = {
-            node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)
-        }
+        self.functions: dict[str, ast.FunctionDef | ast.Lambda] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.FunctionDef):
+                self.functions[node.name] = node
+            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+                self.functions |= {
+                    t.id: node.value for t in node.targets if isinstance(t, ast.Name)
+                }
         for node in ast.walk(self.tree):
             self._read_imports(node)
             self._read_values(node)

@@ -239,6 +239,16 @@ def forced_structure(system: str, scripts: dict[str, str]) -> str | None:
     raise UsageError(f"unknown system {system!r}: give one of {', '.join(known)}")
 
 
+def _check_request(tasks: Sequence, samples: int, batch: int) -> None:
+    if not tasks or samples < 1 or batch < 1:
+        raise UsageError(f"{len(tasks)} tasks, {samples=}, {batch=}: give at least 1 of each")
+    repeated = [name for name, n in Counter(task.id for task in tasks).items() if n > 1]
+    if repeated:
+        raise UsageError(
+            f"{len(repeated)} task ids repeat, such as {repeated[0]!r}: make them unique"
+        )
+
+
 def evaluate(
     tasks: Sequence,
     engine,
@@ -271,13 +281,7 @@ def evaluate(
     """
     scripts = design.SCRIPTS if scripts is None else scripts
     forced = forced_structure(system, scripts)
-    if not tasks or samples < 1 or batch < 1:
-        raise UsageError(f"{len(tasks)} tasks, {samples=}, {batch=}: give at least 1 of each")
-    repeated = [name for name, n in Counter(task.id for task in tasks).items() if n > 1]
-    if repeated:
-        raise UsageError(
-            f"{len(repeated)} task ids repeat, such as {repeated[0]!r}: make them unique"
-        )
+    _check_request(tasks, samples, batch)
     if forced is None:
         plan = {"n_designs": samples, "n_executions": 1}
     else:

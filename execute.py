@@ -24,9 +24,10 @@ The pool says one thing of a script at a time: it asked, and then nothing until 
 killed, or it ended.
 
 With `deterministic=True` the same loop runs in rounds: step 1 runs the engine until it owes
-nothing, step 3 waits until every live script has asked or ended, and both sort by key. Then the
-order of submissions, and with it every batch, depends on nothing but the seed: two runs give the
-same rollouts, bit for bit (if the engine gives equal results for equal batches, as ours does).
+nothing, step 3 waits until every live script has asked or ended, and takes them in the order of
+their keys. Then the order of submissions, and with it every batch, depends on nothing but the
+seed: two runs give the same rollouts, bit for bit (if the engine gives equal results for equal
+batches, as ours does).
 
 Statuses, each counted by `summary`; any but "ok" has reward 0:
 
@@ -197,23 +198,18 @@ def read_script(script: str) -> tuple[str, str | None, str | None]:
         return script, None, str(error)
 
 
-def unfit(call: dict) -> str:
-    """What is wrong with a script's call, or "": chat templates and tokenizers raise on these.
+def unfit(messages: list[dict]) -> str:
+    """Why these are no chat, or "". Chat templates raise on what a script may send by itself.
 
-    >>> unfit({"agent": "a", "messages": [{"role": "user", "content": "1+1?"}]})
+    >>> unfit([{"role": "user", "content": "1+1?"}])
     ''
-    >>> unfit({"agent": "a", "messages": [{"role": "tool", "content": "2"}]})
-    "roles ['tool'], not an optional system and then user or assistant"
+    >>> unfit([{"role": "system", "content": "Be brief."}])
+    'a call needs a user message, and its system message first'
     """
-    roles = [message["role"] for message in call["messages"]]
-    chat = roles[1:] if roles[0] == "system" else roles
-    if not chat or not {"user", "assistant"}.issuperset(chat):
-        return f"roles {roles}, not an optional system and then user or assistant"
-    try:
-        "".join([call["agent"], *(message["content"] for message in call["messages"])]).encode()
-    except UnicodeEncodeError as error:
-        return f"no text: {error.reason}"
-    return ""
+    roles = [message["role"] for message in messages]
+    if "user" in roles and "system" not in roles[1:]:
+        return ""
+    return "a call needs a user message, and its system message first"
 
 
 def judge_end(ended: str, answer: str | None, called: bool) -> str:
@@ -403,7 +399,6 @@ class _Run:
             if self.deterministic:
                 while len(done) < len(owed):
                     done.extend(engine.step())
-                done.sort(key=lambda completion: completion.key)
             for completion in done:
                 self.take_completion(completion, owed)
 
@@ -461,7 +456,7 @@ class _Run:
             error = f"{x.first} calls done, {len(asked)} more asked, {self.max_calls} allowed"
             return self.stop(key, "call_budget", error)
         for each in asked:
-            fault = unfit(each)
+            fault = unfit(each["messages"])
             if fault:
                 status = judge_end("crashed", None, called=bool(x.calls))
                 return self.stop(key, status, f"channel: {fault}")

@@ -384,7 +384,7 @@ def loss_metrics(
     zero, gap = log_ratio.new_zeros(()), gap.abs()
     sums = {
         "tokens": mask.sum(),
-        "clipped": (clipped & mask).sum(),
+        "clipped": clipped.sum(),  # never where masked: the ratio is 1 there
         "kl_sum": (log_ratio.exp() - 1 - log_ratio).sum(),  # 0 where masked: log_ratio is 0 there
         "ratio_sum": torch.where(mask, log_ratio.exp(), zero).sum(),
         "tis_weight_sum": torch.where(mask, weight.clamp(max=tis_cap), zero).sum(),

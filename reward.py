@@ -13,7 +13,7 @@ MATH: cheap and exact first, algebra last and in a process that may be killed
        (lists, sets, tuples, intervals, equations, matrices, units) and the pieces are compared by
        the parser of math-verify (latex2sympy) and by evaluation to 50 digits. What these leave
        open (set algebra, odd relations) goes to `math_verify.verify`.
-    A worker has a CPU limit (3 s), a memory limit and a host that waits 9 s at most. One that
+    A worker has a CPU limit (3 s), a memory limit and a host that waits 30 s at most. One that
     breaks a limit or dies is replaced, its verdict is False, and `counts()` says how often.
 
     DIFFERENT from calling math-verify in the plain way, which of 220 collected pairs gets 22 wrong:
@@ -65,12 +65,12 @@ from typing import Literal
 import sandbox
 
 MAX_ANSWER = 10_000  # characters; a longer gold is unusable, a longer answer wrong
-MAX_DEPTH = 20  # nested brackets; parsing takes seconds beyond
+MAX_DEPTH = 12  # nested brackets; parsing takes seconds beyond
 MAX_LEAF = 1_000  # characters that the parser is given at once
 MAX_ITEMS = 64  # of an unordered list: matching takes the square of it
 MAX_DIGITS = 20_000  # of a number on the way; more is a power tower or the like
 MATH_CPU_S = 3.0
-MATH_WALL_S = 9.0  # 3 x CPU, so that a busy machine does not make right answers wrong
+MATH_WALL_S = 30.0  # a backstop: on a busy machine a short one would make right answers wrong
 MATH_MEMORY_MB = 2048
 START_S = 120.0  # importing sympy takes a second or two, or much longer on a cold disk
 
@@ -421,19 +421,24 @@ def _related(text: str) -> _Shape:
         return _Shape("equation", (right, left) if swap else (left, right))
     if found == ["\\in"] and _is_name(parts[0]):
         return _shape(parts[1])
+    return _interval(parts, found) or _Shape("leaf", (text,))
+
+
+def _interval(parts: list[str], found: list[str]) -> _Shape | None:
+    """x<2 is (-oo, 2), 1<=x<2 is [1, 2); None if it is not about one variable."""
     if set(found) <= {">", "\\ge"}:
-        parts, found = parts[::-1], found[::-1]
-    elif not set(found) <= {"<", "\\le"}:
-        return _Shape("leaf", (text,))
-    variables = [bool(re.fullmatch(r"[a-zA-Z](_.*)?|\\(?!infty|pi)[a-z]+", part)) for part in parts]
-    marks = ["[" if sign in ("\\le", "\\ge") else "(" for sign in found]
-    if variables == [True, False]:
-        return _Shape("group", ("-\\infty", parts[1]), "(" + ("]" if marks[0] == "[" else ")"))
-    if variables == [False, True]:
-        return _Shape("group", (parts[0], "\\infty"), marks[0] + ")")
-    if variables == [False, True, False]:
-        return _Shape("group", (parts[0], parts[2]), marks[0] + ("]" if marks[1] == "[" else ")"))
-    return _Shape("leaf", (text,))
+        parts, found = parts[::-1], ["<" if sign == ">" else "\\le" for sign in found[::-1]]
+    variable = re.compile(r"[a-zA-Z](_.*)?|\\(?!infty|pi)[a-z]+")
+    if not set(found) <= {"<", "\\le"}:
+        return None
+    if variable.fullmatch(parts[0]):
+        parts, found = ["-\\infty", *parts], ["<", *found]
+    if variable.fullmatch(parts[-1]):
+        parts, found = [*parts, "\\infty"], [*found, "<"]
+    if len(parts) != 3 or not variable.fullmatch(parts[1]):
+        return None
+    mark = ("(" if found[0] == "<" else "[") + (")" if found[1] == "<" else "]")
+    return _Shape("group", (parts[0], parts[2]), mark)
 
 
 def _is_name(text: str, *, may_add: bool = False) -> bool:
@@ -538,8 +543,7 @@ _UNITS = {
     "ml": "milliliter", "cent": "", "unit": "", "yd": "yard", "day": "", "year": "",
 }  # fmt: skip
 _UNIT_OF = {word: unit for unit, words in _UNITS.items() for word in [unit, *words.split()]}
-_NUMBER = r"[-+]?(?:[\d.,]+|[\d.]*\s*\\frac\{\d+\}\{\d+\}|[\d.]+\s*\\cdot 10\^\{-?\d+\})"
-_BARE_WORDS = re.compile(rf"({_NUMBER})\s*([a-zA-Z][a-zA-Z ./]*(?:\^\{{\d\}})?)", re.ASCII)
+_BARE_WORDS = re.compile(r"(.*[\d})])(\s*)([a-zA-Z][a-zA-Z ./]*(?:\^\{\d\})?)", re.ASCII)
 _QUOTED_WORDS = re.compile(r'([^"]*[^\s"/])\s*((?:/?\s*"[^"]*"\s*(?:\^\{?\d\}?)?\s*)+)')
 _BASE = re.compile(r"([0-9A-Z]+)\s*_\s*\{?\s*(\d+)\s*\}?", re.ASCII)
 _CHOICE = re.compile(r'"?\s*\(([A-H])\)[.:]?\s*"?\s*(.+)')
@@ -557,12 +561,10 @@ def _unit(text: str, *, loose: bool) -> tuple[str, str]:
         in_degrees = match[2].strip() == '"degree"' and re.search(r"\\(sin|cos|tan|cot)", text)
         return (text, "") if in_degrees else (match[1], match[2])
     if match := _BARE_WORDS.fullmatch(text):
-        word = re.match("[a-zA-Z]+", match[2])[0].lower()
-        if len(word) == 1:
-            known = loose and word in _UNIT_OF and text[match.end(1)] == " "
-        else:
-            known = len(word) > 3 or word in _UNIT_OF or word.rstrip("s") in _UNIT_OF
-        return (match[1], match[2]) if known else (text, "")
+        word = re.match("[a-zA-Z]+", match[3])[0].lower()
+        known = len(word) > 3 or word in _UNIT_OF or word.rstrip("s") in _UNIT_OF
+        if known and (len(word) > 1 or (loose and match[2])):
+            return match[1], match[3]
     return text, ""
 
 
@@ -584,7 +586,7 @@ def _same_unit(a: str, b: str) -> bool:
 
 
 def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text.casefold())
+    return re.findall(r"\w+|[^\w\s.,;:!?'\"(){}]", text.casefold())
 
 
 def _is_words(text: str) -> bool:
@@ -622,7 +624,7 @@ def _same_leaf(prediction: str, gold: str, tolerance: float | None) -> bool:
 
 def _exact_decimal(match: re.Match) -> str:
     r"""0.25 -> \frac{25}{100}, 0.1\overline{6} -> \frac{16-1}{90}: floats would round."""
-    whole, fixed, repeated = match[1] or "", match[2], match[3] or ""
+    whole, fixed, repeated = match[1], match[2], match[3] or ""
     bottom = 10 ** len(fixed) * (10 ** len(repeated) - 1 if repeated else 1)
     top = int(whole + fixed + repeated or 0) - (int(whole + fixed or 0) if repeated else 0)
     return r"\frac{%d}{%d}" % (top, bottom)
@@ -637,7 +639,9 @@ def _parse(text: str):
     text = text.replace('"degree"', r"\cdot\frac{\pi}{180}")
     if len(text) > MAX_LEAF or re.search(r"(?<![_\d])\d+\s+\d|['\"%#]", text):
         raise ValueError("no expression")
-    text = re.sub(r"(\d+)?\.(\d*)(?:\\overline\{(\d+)\})?", _exact_decimal, text, flags=re.ASCII)
+    text = re.sub(
+        r"(\d+(?=\.)|(?=\.\d))\.(\d*)(?:\\overline\{(\d+)\})?", _exact_decimal, text, flags=re.ASCII
+    )
     # the parser takes R and r for one symbol, so R becomes r with a hat
     text = re.sub(
         r"\\[a-zA-Z]+|[A-Z]",
@@ -787,6 +791,7 @@ class _Worker:
 
     def __init__(self):
         self.channel, theirs = socket.socketpair()
+        self.timed_out = False
         environment = {
             "PATH": os.environ.get("PATH", ""),
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -819,7 +824,8 @@ class _Worker:
                 if not part:
                     return b""
                 line += part
-        except OSError:
+        except OSError as error:
+            self.timed_out = isinstance(error, TimeoutError)
             return b""
         return line
 
@@ -829,16 +835,22 @@ class _Worker:
         try:
             self.channel.settimeout(MATH_WALL_S)
             self.channel.sendall(json.dumps(request).encode() + b"\n")
-        except OSError:
+        except OSError as error:
+            self.timed_out = isinstance(error, TimeoutError)
             return None
         return {b"1\n": True, b"0\n": False}.get(self._receive(deadline))
 
-    def close(self) -> bool:
-        """Ends the process; True if a limit had to end it."""
-        in_time = self.process.poll() is None
+    def close(self) -> str:
+        """Ends the process; what it ended of, as `counts` calls it."""
         self.channel.close()
-        self.process.kill()
-        return self.process.wait() == -signal.SIGPROF or in_time
+        if self.timed_out:
+            self.process.kill()
+        try:
+            code = self.process.wait(1.0)  # with its channel closed it ends by itself
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        return "math_limit" if self.timed_out or code == -signal.SIGPROF else "math_worker_died"
 
 
 class _Pool:
@@ -855,13 +867,14 @@ class _Pool:
             verdict = None
             try:
                 verdict = worker.ask(request)
-            finally:  # also on KeyboardInterrupt: an answer that nobody waits for must not be read
-                if verdict is None:
-                    _count("math_limit" if worker.close() else "math_worker_died")
-            if verdict is not None:
-                with self.lock:
-                    self.idle.append(worker)
-            return bool(verdict)
+            finally:  # after a KeyboardInterrupt too: nobody may read that answer later
+                ended = worker.close() if verdict is None else ""
+            if verdict is None:
+                _count(ended)
+                return False
+            with self.lock:
+                self.idle.append(worker)
+            return verdict
 
     def close(self) -> None:
         with self.lock:
@@ -961,8 +974,8 @@ def math_equal(prediction: str, gold: str, *, tolerance: float | None = None) ->
     r"""Is the prediction the gold's answer? Each side is its last box, or the whole text without.
 
     None if the gold is unusable (see `usable_gold`) and neither equal text nor two integers settle
-    the matter. `tolerance`: absolute, for numbers. Blocking and thread-safe; 9 s at most (and once
-    some seconds for the start of a worker).
+    the matter. `tolerance`: absolute, for numbers. Blocking and thread-safe; it takes 3 s of CPU
+    time at most, and once some seconds for the start of a worker.
 
     >>> math_equal("025", "25"), math_equal("541", "540"), math_equal("1,234", "(1,234)")
     (True, False, False)
@@ -1162,6 +1175,9 @@ def code_reward(
         raise ValueError(f"{len(inputs)} inputs but {len(outputs)} outputs: drop this task")
     same = _same_result if fn_name else _same_stdout
     limits = {"cpu_s": cpu_s, "wall_s": wall_s, "memory_mb": memory_mb}
+    if fn_name and not re.search(rf"\b{re.escape(fn_name)}\b", program):
+        # the sandbox's prelude has names like `add`; they are not the program's
+        return CodeVerdict(0, len(inputs), ["error"] * (1 if stop_early else len(inputs)))
     per_test: list[str] = []
     for stdin, expected in zip(inputs, outputs, strict=True):
         run = sandbox.run_program(program, stdin, fn_name=fn_name, **limits)

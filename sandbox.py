@@ -77,10 +77,12 @@ How to run it alone: `python sandbox.py`. Standard library; Python >= 3.11; x86_
 """
 
 import atexit
+import builtins
 import collections
 import ctypes
 import gc
 import json
+import marshal
 import math
 import os
 import random
@@ -304,6 +306,12 @@ def _seccomp_filter(machine: str, *, child: bool) -> tuple[bytearray, list[int]]
     return bytearray(b"".join(struct.pack("=HBBI", *each) for each in code)), pid_offsets
 
 
+def _sock_fprog(code: bytearray) -> bytes:
+    """struct sock_fprog: how many instructions, and where they are. `code` must stay alive."""
+    start = ctypes.addressof(ctypes.c_char.from_buffer(code))
+    return struct.pack("HxxxxxxP", len(code) // 8, start)
+
+
 def _checked(result: int, what: str) -> int:
     """The result of a libc call; OSError if it failed."""
     if result < 0:
@@ -357,9 +365,7 @@ class _Kernel:
     def enter_landlock(self, ruleset: int) -> None:
         _checked(self.syscall(446, ruleset, 0), "Landlock")
 
-    def enter_seccomp(self, code: bytearray) -> None:
-        buffer = (ctypes.c_char * len(code)).from_buffer(code)
-        program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
+    def enter_seccomp(self, program: bytes) -> None:
         _checked(self.prctl(22, 2, program, 0, 0), "seccomp")  # PR_SET_SECCOMP, MODE_FILTER
 
 
@@ -418,10 +424,9 @@ def _lock_in(server, job, third: int | None) -> None:
     _limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)  # SIGXCPU says why; SIGKILL if it is ignored
     gc.enable()
     if server.child_filter is not None:
-        code, pid_offsets = server.child_filter
-        for offset in pid_offsets:
-            struct.pack_into("=I", code, offset, os.getpid())
-        server.kernel.enter_seccomp(code)
+        for offset in server.pid_offsets:
+            struct.pack_into("=I", server.child_code, offset, os.getpid())
+        server.kernel.enter_seccomp(server.child_filter)
 
 
 def _limit(which: int, soft: int, hard: int | None = None) -> None:
@@ -437,7 +442,7 @@ def _run(server, job, source: str, arguments: list) -> int:
     """Runs the source as a fresh __main__ with all that a normal end has; the exit code."""
     main = types.ModuleType("__main__")
     if job.kind == "call":
-        main.__dict__.update(server.prelude)
+        main.__builtins__ = server.prelude  # not copied: that would touch 300 objects
     main.__dict__.update(job.variables)
     sys.modules["__main__"] = main
     random.seed(job.seed)
@@ -506,6 +511,31 @@ def _blank_file() -> int:
         return os.dup(file.fileno())
 
 
+WARM = 10
+_WARM_UP = """
+import json, re, os, sys, math
+from collections import Counter
+class A:
+    def __init__(self, name, value=None): self.name, self.value = name, value
+    def run(self, *args, **kw): return f"{self.name} {self.value!r} {args}"
+def f(x, y=1):
+    try:
+        items = [i * y for i in range(x) if i % 2]
+        return {str(i): items for i in items}
+    except (ValueError, KeyError) as error:
+        raise RuntimeError("no") from error
+a = A("name", value=3)
+for key, value in sorted(f(5).items()):
+    text = json.dumps({"calls": [{"agent": a.name, "messages": [{"role": "user", "content": key}]}]})
+    message = json.loads(text.encode())["calls"][0]
+    words = [w.strip() for w in " a b ".split() if w] + list(map(str, value))
+    re.sub(r"<think>.*?</think>", "", text).replace("x", "y").startswith(("<a", "<b"))
+    "\n\n".join(words).encode("utf-8").decode()
+lambda: (yield)
+with open(os.devnull, "w") as out: print(a.run(1, k=2), file=out)
+"""
+
+
 class _ForkServer:
     """Reads jobs, forks, reports how they ended. One thread, and it never waits for a peer."""
 
@@ -522,14 +552,15 @@ class _ForkServer:
         self.highest_fd = self.wake_in
         self.prelude: dict = {}
         exec(config["prelude"], self.prelude)
-        self.prelude["__name__"] = "__main__"
-        for name, source in zip(config["modules"], modules, strict=True):
+        for name, code in zip(config["modules"], modules, strict=True):
             sys.modules[name] = module = types.ModuleType(name)
-            exec(compile(source, f"<{name}>", "exec", dont_inherit=True), module.__dict__)
+            exec(marshal.loads(code), module.__dict__)
         self.missing = self._take_layers(config)
         _limit(resource.RLIMIT_CORE, 0)
         _limit(resource.RLIMIT_STACK, 64 << 20)
         _limit(resource.RLIMIT_NOFILE, 1 << 16)
+        builtins.exit = builtins.quit = sys.exit  # else added by site, which runs .pth files
+        self.prelude |= builtins.__dict__
         sys.setrecursionlimit(200_000)
         sys.argv[:] = ["main.py"]
         self.main = _Stream(main, self.selector)
@@ -563,14 +594,18 @@ class _ForkServer:
         if machine not in _MACHINES or sys.maxsize < 1 << 32:
             raise OSError(f"no table of system calls for {machine}")
         self.kernel.no_new_privileges()
-        self.kernel.enter_seccomp(_seccomp_filter(machine, child=False)[0])
-        self.child_filter = _seccomp_filter(machine, child=True)
+        own_code, _ = _seccomp_filter(machine, child=False)
+        self.kernel.enter_seccomp(_sock_fprog(own_code))
+        self.child_code, self.pid_offsets = _seccomp_filter(machine, child=True)
+        self.child_filter = _sock_fprog(self.child_code)
 
     def serve(self) -> None:
         """Until the host closes the main socket."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.wake_in, warn_on_full_buffer=False)
         self.selector.register(self.wake, selectors.EVENT_READ, None)
+        for _ in range(WARM):
+            exec(compile(_WARM_UP, "warm-up", "exec"), {"__name__": "__main__"})
         gc.collect()
         gc.freeze()  # a collection in a child would touch, and so copy, every page
         while self.main.open:
@@ -716,17 +751,17 @@ MAX_LINES = 4096  # channel messages of one script
 TOOL_OUTPUT_CAP = 10_000  # characters of the output that a {"python": ...} message is sent
 GRACE_S = 60.0  # how long the host waits for its server beyond what it asked for
 
-# The server is sent its source, so a server that is started again, hours later, is the same.
+# The server is sent its code, so a server that is started again, hours later, is the same. It
+# does not compile any: that would leave it 2 MB larger.
 with open(__file__, encoding="utf-8") as _file:
-    _SERVER_SOURCE = _file.read().partition("# ---- host ----")[0].encode()
+    _SERVER_SOURCE = _file.read().partition("# ---- host ----")[0]
 _START = """\
 import os, sys
 os.register_at_fork = lambda **hooks: None
-import socket
+import marshal, socket
 main = socket.socket(fileno=int(sys.argv[1]))
-source = main.recv(int(sys.argv[2]), socket.MSG_WAITALL)
 names = {"__name__": "fork_server"}
-exec(compile(source, "sandbox.py", "exec"), names)
+exec(marshal.loads(main.recv(int(sys.argv[2]), socket.MSG_WAITALL)), names)
 names["_serve"](main)
 """
 _ENVIRONMENT = {
@@ -760,6 +795,7 @@ class _ServerProcess:
             raise SandboxError("sys.executable is empty: run from a Python interpreter")
         self.lock = threading.Lock()
         self.sock, theirs = socket.socketpair()
+        code = marshal.dumps(compile(_SERVER_SOURCE, "sandbox.py", "exec", optimize=2))
         environment = dict(_ENVIRONMENT)
         for name in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"):  # the interpreter may need it
             if name in os.environ:
@@ -767,7 +803,7 @@ class _ServerProcess:
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-s", "-S", "-P", "-B", "-c", _START]
-                + [str(theirs.fileno()), str(len(_SERVER_SOURCE))],
+                + [str(theirs.fileno()), str(len(code))],
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 cwd="/",
@@ -786,8 +822,9 @@ class _ServerProcess:
         }
         self.sock.settimeout(GRACE_S)
         try:
-            self.sock.sendall(_SERVER_SOURCE)
-            self.sock.sendall(_pack(config, *(source.encode() for source in modules.values())))
+            self.sock.sendall(code)
+            compiled = (compile(text, f"<{name}>", "exec") for name, text in modules.items())
+            self.sock.sendall(_pack(config, *map(marshal.dumps, compiled)))
             self.missing: dict[str, str] = _receive(self.sock)[0]["missing"]
         except (EOFError, OSError) as error:
             self.close()

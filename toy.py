@@ -1,31 +1,35 @@
 """The embedded default: a world so small that a laptop learns to design and to execute in it.
 
-The idea. RL does not teach facts, it chooses among behaviours that the model already has. So the cold
-start teaches the skills well (sums and products on a clock of seven hours, checking a program
-against an example), shows careful and careless ways of working almost equally often, and shows
-every structure equally often. What is left to RL is choice: which structure for which task (designer),
-careful or careless (executor).
+The idea. RL does not teach facts, it chooses among behaviours that the model already has. So the
+cold start teaches the skills well (sums and products on a clock of seven hours, checking a
+program against an example), shows careful and careless ways of working almost equally often, and
+shows every structure equally often. What is left to RL is choice: which structure for which task
+(designer), careful or careless (executor).
 
-All arithmetic is modulo 7, from left to right: `3*5=1`, `4+6=3`. Three kinds of task, and one natural
-limit: a reply of an agent has at most `EXECUTOR_TOKENS` = 22 tokens.
+All arithmetic is modulo 7, from left to right: `3*5=1`, `4+6=3`. Three kinds of task, and one
+natural limit: a reply of an agent has at most `EXECUTOR_TOKENS` = 24 tokens.
 
-| kind      | question         | worked form                              | best structure, and why |
-|-----------|------------------|------------------------------------------|-------------------------|
-| `product` | `2*3*4*5`        | `2*3=6;6*4=3;3*5=1;\\boxed{1}`, 22 tokens | ensemble: slips are independent, a vote removes them |
-| `sum`     | `1+2+4+5+6`      | 28 tokens: no single reply can hold it   | pipeline: the first agent hands on `5+6` |
-| `program` | `f(3,4,2,1)=1`   | 3 programs to try, 18 tokens each        | reflection: one check fits into a reply, the search does not |
+    kind      question        worked form
+    product   2*3*4*5         2*3=6;6*4=3;3*5=1;\\boxed{1}       22 tokens, it just fits
+    sum       1+2+4+5+6       1+2=3;3+4=0;...                  28 tokens, no single reply holds it
+    program   f(3,4,2,1)=1    18 tokens for each of 3 programs; what is asked for takes 5
 
-A worked example of the last kind. On (2,3,4,5) the three programs a+b+c+d, a*b+c+d, a*b*c+d give 0, 1
-and 1: two agree, so this is never asked. On (3,4,2,1) they give 3, 1 and 4: `f(3,4,2,1)=1` can be
-asked, its program is the second, and unit tests on other numbers judge the reply.
+The best structures differ by nature. `product`: an ensemble, since a vote removes slips, which
+are independent. `sum`: a pipeline, since its first agent can hand on `5+6`. `program`: reflection,
+since one check fits into a reply, and the search does not.
 
-No structure is preferred by hand: rewards are the verifier's, the limit is a number of tokens, and
-the teacher draws the four structures with equal chance. The cold start keeps correct traces only, so
-a structure that works more often is seen more often: that is all the head start the designer gets.
+A worked example of the last kind. On (2,3,4,5) the three programs a+b+c+d, a*b+c+d, a*b*c+d give
+0, 1 and 1: two agree, so this is never asked. On (3,4,2,1) they give 3, 1 and 4: `f(3,4,2,1)=1`
+can be asked, its program is the second, and unit tests on other numbers judge the reply.
 
-The tokenizer: one token a byte, and one for each whole line that the teacher writes again and again.
-So a script of five lines is seven tokens; the model still writes it token by token, and can still
-write it wrong.
+No structure is preferred by hand: rewards are the verifier's, the limit is a number of tokens,
+and the teacher draws the four structures with equal chance. The cold start keeps correct traces
+only, so a structure that works more often is seen more often: that is all the head start the
+designer gets.
+
+The tokenizer: one token a byte, and one for each whole line that the teacher writes again and
+again. So a script of five lines is seven tokens; the model still writes it token by token, and
+can still write it wrong.
 
     python toy.py            # prints tasks, the teacher's replies and token counts
 """
@@ -34,18 +38,27 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 
 from data import Task
 from engine import ScriptedEngine
 
 KINDS = ("product", "sum", "program")
+COLD_START_KINDS = (
+    "product",
+    "sum",
+    "program",
+    "program",
+    "sum",
+    "program",
+)  # what takes more calls, less
 MODULUS = 7
-EXECUTOR_TOKENS = 22
+EXECUTOR_TOKENS = 24
 DESIGNER_TOKENS = 16
 MAX_CONTEXT = 2048
-CARELESS = 0.45  # share of the teacher's replies without working
-LUCK = 0.3  # a careless guess of the teacher is right this often
-SLIP = 0.07  # share of the teacher's products that are off, when it multiplies twice
+CARELESS = 0.4  # share of the teacher's replies without working
+LUCK = 0.15  # a careless guess of the teacher is right this often
+SLIP = 0.03  # share of the teacher's products that are off, when it multiplies twice
 
 DESIGNER_PROMPT = "Design a multi-agent system.\n[user]\n{question}"
 _IMPORTS = 'from workflow import AgentNode, {}Workflow\nflow = Workflow(name="toy")\n'
@@ -55,11 +68,11 @@ SCRIPTS = {
     + 'flow.add_node(AgentNode(name="solver", system_prompt="Solve."))\n'
     + _RUN,
     "pipeline": _IMPORTS.format("")
-    + 'flow.add_node(AgentNode(name="first", system_prompt="Take three steps."))\n'
-    + 'flow.add_node(AgentNode(name="second", system_prompt="Take three steps."))\n'
+    + 'flow.add_node(AgentNode(name="first", system_prompt="Solve."))\n'
+    + 'flow.add_node(AgentNode(name="second", system_prompt="Solve."))\n'
     + _RUN,
     "ensemble": _IMPORTS.format("EnsembleNode, ")
-    + 'solvers = [AgentNode(name="solver", system_prompt="Solve.") for _ in range(5)]\n'
+    + 'solvers = [AgentNode(name="solver", system_prompt="Solve.") for _ in range(3)]\n'
     + 'flow.add_node(EnsembleNode(name="vote", agents=solvers, strategy="majority_vote"))\n'
     + _RUN,
     "reflection": _IMPORTS.format("ReflectionNode, ")
@@ -104,20 +117,18 @@ def reduce_once(expression: str) -> tuple[str, str]:
     return f"{expression[:3]}={result};", f"{result}{expression[3:]}"
 
 
-def make_tasks(n: int, seed: int, *, held_out: bool = False) -> list[Task]:
+def make_tasks(n: int, seed: object, *, kinds=KINDS, held_out: bool = False) -> list[Task]:
     """n tasks, the kinds in turn; training and held-out tasks never share a question.
 
-    A question belongs to the held-out part when its own hash says so (one in five), so the two
-    parts are disjoint for every pair of seeds. Tasks of one call may repeat.
+    seed: anything that prints. A question belongs to the held-out part when its own hash says so
+    (one in five), so the two parts are disjoint for every pair of seeds. Questions may repeat.
     """
     rng = random.Random(f"{seed} {held_out}")
     tasks: list[Task] = []
     while len(tasks) < n:
-        task = _draw_task(KINDS[len(tasks) % len(KINDS)], rng)
+        task = _draw_task(kinds[len(tasks) % len(kinds)], rng)
         if (random.Random(task.question).random() < 0.2) == held_out:
-            tasks.append(
-                Task(**{**vars(task), "id": f"{task.source}:{len(tasks)}:{task.question}"})
-            )
+            tasks.append(replace(task, id=f"{task.source}:{len(tasks)}:{task.question}"))
     return tasks
 
 
@@ -171,33 +182,36 @@ def teacher_reply(key, messages: list[dict], seed: int) -> str:
 
 
 def _program_reply(system, text, example, careful, rng) -> str:
-    numbers, target = "".join(example[:4]), int(example[4])
+    numbers, target = "".join(example[:4]), example[4]
     tried = re.findall(r"return \((.*?)\)", text)
     if system == "Check.":
         if not careful:
             return "CORRECT"
         worked, result = _steps(fill(tried[-1], numbers), rng)
-        return worked + ("CORRECT" if result == str(target) else "INCORRECT")
+        return _verdict(worked, result, target)
     untried = [f for f in FORMULAS if f not in tried]
     return PROGRAMS[rng.choice(untried if careful and untried else FORMULAS)]
 
 
 def _chain_reply(system, text, careful, rng) -> str:
-    question = _CHAIN.search(text).group()
-    done = re.findall(r"\\boxed\{(\d)\}", text)
+    chain, boxed = _CHAIN.search(text).group(), re.findall(r"\\boxed\{(\d)\}", text)
     if system == "Check.":
-        worked, left = _steps(question, rng)
-        if not careful or len(left) > 1:  # too long to check within the cap
+        worked, left = _steps(chain, rng)
+        if not careful or len(left) > 1 or not boxed:  # a long chain can't be checked in one reply
             return "CORRECT"
-        return worked + ("CORRECT" if done and done[-1] == left else "INCORRECT")
-    if done and system != "Solve.":
-        return rf"\boxed{{{done[-1]}}}"  # the agent before has finished it
-    chain = _CHAIN.findall(text)[-1]
-    if not careful or (system == "Solve." and len(chain) > 7):
+        return _verdict(worked, left, boxed[-1])
+    handed_on = text.partition("[first]")[2]
+    if handed_on and boxed:
+        return rf"\boxed{{{boxed[-1]}}}"  # the agent before has finished it
+    if not careful:
         right = rng.random() < LUCK
-        return rf"\boxed{{{value(question) if right else rng.randrange(MODULUS)}}}"
-    worked, left = _steps(chain, rng)
+        return rf"\boxed{{{value(chain) if right else rng.randrange(MODULUS)}}}"
+    worked, left = _steps(_CHAIN.findall(handed_on)[-1] if handed_on else chain, rng)
     return worked + (left if len(left) > 1 else rf"\boxed{{{left}}}")
+
+
+def _verdict(worked: str, result: str, claimed: str) -> str:
+    return f"{worked}{result}?{claimed};{'CORRECT' if result == claimed else 'INCORRECT'}"
 
 
 def _steps(chain: str, rng: random.Random) -> tuple[str, str]:
@@ -220,8 +234,8 @@ def teacher() -> ScriptedEngine:
 def make_tokenizer(texts: list[str]):
     """Bytes, and one token for each line without arithmetic that occurs in at least 20 texts.
 
-    texts: prompts and replies of the cold start's traces. Lines of the known scripts and programs are
-    always tokens. Returns a transformers tokenizer with a Qwen-like chat template.
+    texts: prompts and replies of the cold start's traces. Lines of the known scripts and programs
+    are always tokens. Returns a transformers tokenizer; its chat template has a token a turn.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -257,8 +271,8 @@ def make_model(tokenizer, seed: int = 0):
 
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=96,
-        intermediate_size=256,
+        hidden_size=128,
+        intermediate_size=384,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

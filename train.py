@@ -2,7 +2,7 @@
 
     python train.py                            # preset toy: a laptop, minutes, all of this for real
     python train.py --help                     # every setting, with a line of help
-    python train.py --train joint --model runs/toy/cold_start      # an ablation, from the same start
+    python train.py --train joint --model runs/toy/cold_start     # an ablation, from the same start
     python train.py --resume runs/toy          # go on after the last checkpoint
 
 One step, in seven parts:
@@ -14,25 +14,26 @@ One step, in seven parts:
                   executor: an execution against all executions of its task
     5  role       only one role's calls train in a stage of K steps               grpo.active_role
     6  loss       clipped, mean over all trained tokens of the update             grpo.policy_loss
-    7  sync       the new weights go to the engine                                engine.load_weights
+    7  sync       the new weights go to the engine                              engine.load_weights
 
 What holds the parts together, and where it differs from the reference implementation:
 
-- The stage mask is hard. The other role's calls never pass through the model in training, and each
-  role has its own AdamW over the shared weights (own moments, own bias correction, own warm-up). The
-  reference keeps one Adam and a learning rate of 1e-9, so the "frozen" role still moves its moments.
-- The token mean is one number for an update: sum over its trained tokens / n_tokens, however it is
-  cut into micro-batches.
-- `updates_per_step` = U cuts the calls of a step into U disjoint parts, one optimizer step each. At 1
-  the ratio is exactly 1 and the clip idle; then `logp_old` is the same forward, detached. At more it
-  is computed for all parts before the first update.
-- If no call of the step has a non-zero advantage, the optimizer does not step: AdamW would move by
-  its momentum and its decay alone. Such steps are counted (`skipped`).
+- The stage mask is hard. The other role's calls never pass through the model in training, and
+  each role has its own AdamW over the shared weights (own moments, own bias correction, own
+  warm-up). The reference keeps one Adam and a learning rate of 1e-9, so the "frozen" role still
+  moves its moments.
+- The token mean is one number for an update: sum over its trained tokens / n_tokens, however it
+  is cut into micro-batches.
+- `updates_per_step` = U cuts the calls of a step into U disjoint parts, one optimizer step
+  each. At 1 the ratio is exactly 1 and the clip idle; then `logp_old` is the same forward,
+  detached. At more it is computed for all parts before the first update.
+- If no call of the step has a non-zero advantage, the optimizer does not step: AdamW would move
+  by its momentum and its decay alone. Such steps are counted (`skipped`).
 - A loss or a gradient that is not finite raises. Nothing is skipped with a print.
 
-Files of a run, in runs/NAME/: config.json; log.jsonl, a line a step; curve.png; designs.md, samples
-before and after; table.md, the final tables; cold_start/ and final/, Hugging Face folders;
-checkpoint-STEP/, the last two, whole or not at all.
+Files of a run, in runs/NAME/: config.json; log.jsonl, a line a step; curve.png; designs.md,
+samples before and after; table.md, the final tables; cold_start/ and final/, Hugging Face
+folders; checkpoint-STEP/, the last two, whole or not at all.
 """
 
 from __future__ import annotations
@@ -172,9 +173,10 @@ PRESETS = {
         max_context=toy.MAX_CONTEXT,
         isolation="best",
         deterministic=True,
-        sft_traces=6000,
-        sft_steps=1500,
-        sft_batch=32,
+        token_budget=2048,
+        sft_traces=9000,
+        sft_steps=700,
+        sft_batch=64,
         sft_lr=3e-3,
         device="cpu",
         threads=1,
@@ -465,17 +467,18 @@ class Optimizer:
 
 def teacher_traces(config: Config, world: World, pool, score) -> list[Example]:
     """The toy teacher's correct traces, through the same rollout as everything else."""
-    tasks = toy.make_tasks(config.sft_traces, f"{config.seed} cold start")
+    tasks = toy.make_tasks(
+        config.sft_traces, f"{config.seed} cold start", kinds=toy.COLD_START_KINDS
+    )
     began = time.monotonic()
 
     def show(done: int, total: int, kept: int) -> None:
         seconds = time.monotonic() - began
-        print(f"\rteacher: {done}/{total} tasks, {kept} examples kept, {seconds:.0f} s", end="")
-        sys.stdout.flush()
+        text = f"teacher: {done}/{total} tasks, {kept} examples kept, {seconds:.0f} s"
+        progress(text, last=done == total)
 
     options = rollout_options(config, world) | {"seed": config.seed}
     examples = collect(tasks, toy.teacher(), pool, score, on_progress=show, **options)
-    print()
     return examples
 
 
@@ -488,7 +491,7 @@ def imitate(policy: ScoringModel, tokenizer, examples: list[Example], config: Co
     schedule = functools.partial(cosine, steps=config.sft_steps, warmup=warmup)
     optimizer = Optimizer(policy, config.sft_lr, config.weight_decay, schedule)
     lengths = [len(example.prompt_ids) + len(example.output_ids) for example in encoded]
-    order = batches(lengths, config.sft_batch, config.sft_steps, config.seed)
+    order = batches(len(encoded), config.sft_batch, config.sft_steps, config.seed)
     began, losses = time.monotonic(), []
     for step, rows in enumerate(order):
         calls = [encoded[i] for i in rows]
@@ -505,14 +508,16 @@ def imitate(policy: ScoringModel, tokenizer, examples: list[Example], config: Co
         if (step + 1) % 50 == 0 or step + 1 == config.sft_steps:
             mean, seconds = sum(losses) / len(losses), time.monotonic() - began
             left = seconds / (step + 1) * (config.sft_steps - step - 1)
-            print(
-                f"\rcold start: step {step + 1}/{config.sft_steps}, loss {mean:.3f}, {seconds:.0f} s,"
-                f" {left:.0f} s to go ",
-                end="",
-            )
-            sys.stdout.flush()
+            text = f"cold start: step {step + 1}/{config.sft_steps}, loss {mean:.3f}"
+            progress(f"{text}, {seconds:.0f} s, {left:.0f} s to go", last=left == 0)
             losses.clear()
-    print()
+
+
+def progress(text: str, *, last: bool) -> None:
+    """A line that the next one overwrites; in a file or a pipe, a line each."""
+    on_terminal = sys.stdout.isatty()
+    print(("\r" if on_terminal else "") + text, end="" if on_terminal and not last else "\n")
+    sys.stdout.flush()
 
 
 # --- checkpoints and files ---

@@ -125,14 +125,15 @@ def test_every_row_is_accounted_for(file):
         POLARIS | {"difficulty": "hard"},
         POLARIS | {"difficulty": "1/8"},
         POLARIS | {"problem": "what is $1 + 1$"},
+        POLARIS | {"problem": "what is 2 \u2212 1"},
         AIME | {"difficulty": "6/8"},
     )
-    held_out = [Task("e:1", "math", "What is\n1+1 ?")]
+    held_out = [Task("e:1", "math", "What is\n1+1 ?"), Task("e:2", "math", "What is $2-1$?")]
     tasks, report = load(path, difficulty=(5, 7), exclude=held_out)
     assert [task.id for task in tasks] == ["rows:60"]
     assert [line for line, _ in report.dropped] == [1, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
-    assert report.filtered == {"difficulty outside 5/8..7/8": 1} and report.overlap == 2
-    assert report.rows == 16 == report.tasks + 1 + report.overlap + len(report.dropped)
+    assert report.filtered == {"difficulty outside 5/8..7/8": 1} and report.overlap == 3
+    assert report.rows == 17 == report.tasks + 1 + report.overlap + len(report.dropped)
     assert "dropped line 1: not JSON" in str(report) and "2 more" in str(report)
 
 
@@ -178,6 +179,8 @@ def test_no_broken_field_stops_a_run(file, row):
         left = report.tasks + report.filtered.total() + len(report.dropped)
         assert left == report.rows and len({task.id for task in tasks}) == report.tasks
         assert all(reason for _, reason in report.dropped)
+        tests = [task.tests for task in tasks if task.tests and "inputs" in task.tests]
+        assert all(type(text) is str for t in tests for text in t["inputs"] + t["outputs"])
     if row not in (LCB, OLYMPIAD, POLARIS):
         assert len(list(golds(file(row, *broken)))) == 1 + len(broken)
 
@@ -421,7 +424,7 @@ def test_mutated_payloads_are_text_or_refused():
     rng = random.Random(0)
     raw = pickle.dumps('[{"input": "1"}]')
     outcomes = {"text": 0, "refused": 0}
-    for _ in range(20_000):
+    for _ in range(5_000):
         mutated = bytearray(raw)
         for _ in range(rng.randint(1, 3)):
             mutated[rng.randrange(len(raw))] = rng.randrange(256)

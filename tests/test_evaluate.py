@@ -540,7 +540,7 @@ def test_the_command_on_the_toy_tasks(tiny, tmp_path):
         [sys.executable, REPO / "evaluate.py", *map(str, flags), "--out", out],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr

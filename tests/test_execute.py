@@ -817,7 +817,8 @@ REAL = [  # what the script does, status, recorded calls, paid
     ("send(call('user', 'q')); os._exit(0)\n" + RUN, "crashed", 1, 0.0),  # asks and leaves
     ("send(call('user', 'q'), call('user', 'q'))\n" + RUN, "crashed", 1, 0.0),  # out of turn
     ("send(call('tool', 'q')); time.sleep(9)\n" + RUN, "no_call", 0, 0.0),
-    ("send(call('user', '\\ud800')); time.sleep(9)\n" + RUN, "no_call", 0, 0.0),
+    ("send(call('system', 'q')); time.sleep(9)\n" + RUN, "no_call", 0, 0.0),
+    (RUN + "send(call('system', 'q')); time.sleep(9)", "crashed", 1, 0.0),
     (RUN + "send(7)", "crashed", 1, 0.0),
     (RUN + "workflow.run(", "invalid_design", 0, 0.0),
 ]
@@ -854,7 +855,7 @@ def test_a_real_sleeping_script_holds_up_nobody(pool):
         if event["event"] == "answer":
             answered.append(event["design"])
 
-    scripts = [BUILD + "time.sleep(1)\n" + RUN, BUILD + RUN * 3]
+    scripts = [BUILD + "time.sleep(2)\n" + RUN, BUILD + RUN * 3]
     tasks = [make_task("q")]
     engine = ScriptedEngine(lambda key, messages, seed: "x")
     rollout(tasks, engine, pool, lambda *_: 1.0, scripts=scripts, n_executions=3, on_event=on_event)

@@ -180,12 +180,12 @@ def random_loss_inputs(seed=0, b=5, t=9):
     return logp, logp_old, advantage, rng.random((b, t)) < 0.6, sampler
 
 
-@pytest.mark.parametrize("with_sampler", [True, False])
-def test_loss_equals_plain_numpy(with_sampler):
+@pytest.mark.parametrize(("with_sampler", "tis_cap"), [(True, 1.5), (True, 0.8), (False, 2.0)])
+def test_loss_equals_plain_numpy(with_sampler, tis_cap):
     """trainer_bugs 29 (github.com/huggingface/trl/pull/3867): weights, their cap, and the mask."""
     logp, logp_old, advantage, mask, sampler = random_loss_inputs()
     sampler = sampler if with_sampler else None
-    limits = {"clip_low": 0.1, "clip_high": 0.3, "tis_cap": 1.5}
+    limits = {"clip_low": 0.1, "clip_high": 0.3, "tis_cap": tis_cap}
     expected, expected_metrics = numpy_loss(
         logp, logp_old, advantage, mask, 40, sampler, *limits.values()
     )

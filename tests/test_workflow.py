@@ -6,7 +6,6 @@ real scripts in a subprocess whose descriptor 3 is one end of a socket pair.
 
 import doctest
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import sandbox
 import workflow as wf
 
 ROOT = Path(wf.__file__).parent
@@ -351,7 +351,11 @@ def tool(name="python_execute"):
 
 def test_tool_loop():
     solver = wf.AgentNode("A", "P", tool_registry=tool(), max_turns=2)
-    calls = ["a<python>\n```python\n1\n```\n</python> Output: 9", "<python>2</python>", "\\boxed{3}"]
+    calls = [
+        "a<python>\n```python\n1\n```\n</python> Output: 9",
+        "<python>2</python>",
+        "\\boxed{3}",
+    ]
     reply, turns = play(solver, "Q", saying(A=calls))
     assert reply == r"\boxed{3}"
     assert [r for turn in turns for r in turn if "python" in r] == [
@@ -405,41 +409,41 @@ def test_tool_of_one_agent_of_an_ensemble():
     with_tool = wf.AgentNode("A", "P", tool_registry=tool())
     node = wf.EnsembleNode("E", [with_tool, agent("B")])
     reply, turns = play(node, "Q", saying(A=["<python>1</python>", "4"], B=["4"]))
-    assert [[r.get("agent", "tool") for r in turn] for turn in turns] == [["A", "B"], ["tool"], ["A"]]
+    assert [[r.get("agent", "tool") for r in turn] for turn in turns] == [
+        ["A", "B"],
+        ["tool"],
+        ["A"],
+    ]
     assert reply == "4"
 
 
 # --- the channel
 
 PRELUDE = """\
-import sys; sys.path.insert(0, {root!r})
+import os, sys
+os.dup2({descriptor}, 3)
+sys.path.insert(0, {root!r})
 source = sys.stdin.read()
-exec(compile(source, "script", "exec"), {{"__name__": "__main__", "question": {question!r}}})
+exec(compile(source, "script", "exec"), {{"__name__": "__main__", "question": "predefined"}})
 """
 
 
-def run_script(source, model, question="predefined"):
+def run_script(source, model):
     """Run a script with a fake host on descriptor 3: (messages, returncode, stdout, stderr)."""
     host, guest = socket.socketpair()
-
-    def give_descriptor_3():
-        os.dup2(guest.fileno(), 3)
-
-    prelude = PRELUDE.format(root=str(ROOT), question=question)
     process = subprocess.Popen(
-        [sys.executable, "-c", prelude],
+        [sys.executable, "-c", PRELUDE.format(root=str(ROOT), descriptor=guest.fileno())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        pass_fds=[3, guest.fileno()],
-        preexec_fn=give_descriptor_3,
+        pass_fds=[guest.fileno()],
     )
     guest.close()
     process.stdin.write(textwrap.dedent(source))
     process.stdin.close()
     messages = []
-    with host, host.makefile("rw") as channel:
+    with process, host, host.makefile("rw") as channel:
         for line in channel:
             message = json.loads(line)
             messages.append(message)
@@ -449,10 +453,8 @@ def run_script(source, model, question="predefined"):
             elif "python" in message:
                 channel.write(json.dumps({"output": "42\n"}) + "\n")
             channel.flush()
-    out, err = process.stdout.read(), process.stderr.read()
-    process.stdout.close()
-    process.stderr.close()
-    return messages, process.wait(timeout=20), out, err
+        out, err = process.stdout.read(), process.stderr.read()
+    return messages, process.returncode, out, err
 
 
 PUBLISHED = r'''
@@ -545,7 +547,9 @@ def test_tool_and_last_answer_over_the_channel():
         print(Workflow().add_node(AgentNode("b", "p")).run("two"))
         """,
         lambda name, messages: (
-            "<python>6*7</python>" if name == "a" and len(messages) == 2 else messages[-1]["content"]
+            "<python>6*7</python>"
+            if name == "a" and len(messages) == 2
+            else messages[-1]["content"]
         ),
     )
     assert code == 0, err
@@ -593,6 +597,37 @@ def test_a_closed_channel_is_a_clear_error(monkeypatch):
         host.shutdown(socket.SHUT_WR)
         with pytest.raises(EOFError, match="closed the channel"):
             wf.Workflow().add_node(agent("a")).run("Q")
+
+
+def test_the_real_sandbox_accepts_every_message():
+    """The published script, and one with a tool, through the real channel and its checks."""
+    source = Path(wf.__file__).read_text()
+    with_tool = (
+        "from workflow import *\n"
+        "registry = ToolRegistry()\n"
+        "registry.register('python', None, '', {})\n"
+        "Workflow().add_node(AgentNode('a', 'p', registry)).run(question)\n"
+    )
+    ends = {}
+    sandbox.configure("best")
+    with sandbox.ScriptPool({"workflow": source}) as pool:
+        pool.start("published", PUBLISHED)
+        pool.start("tool", with_tool, variables={"question": "6*7?"})
+        while pool.live():
+            for event in pool.poll(timeout=30):
+                if event.kind == "ended":
+                    ends[event.key] = (event.status, event.answer, event.error)
+                    continue
+                for call in event.calls:
+                    assert set(call) == {"agent", "messages"}
+                last = event.calls[0]["messages"][-1]["content"]
+                first_of_tool = event.key == "tool" and "Output" not in last
+                text = "<python>print(6 * 7)</python>" if first_of_tool else last[-15:]
+                pool.reply(event.key, [text] * len(event.calls))
+    assert ends == {
+        "published": ("ok", "if (a) holds).", ""),
+        "tool": ("ok", "Output:\n42", ""),
+    }
 
 
 def test_only_a_few_modules_are_imported():

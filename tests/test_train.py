@@ -1,0 +1,404 @@
+"""train.py: settings, one update worked by hand, the stage mask, moments, determinism, resume."""
+
+import copy
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import engine
+import toy
+import train
+from execute import Call, Design, Execution, Rollout
+from grpo import ScoringModel
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ["--sft-traces", "400", "--sft-steps", "40", "--eval-tasks", "12", "--tasks-per-step", "2"]
+
+
+def config(**changes) -> train.Config:
+    defaults = dict(train.PRESETS["toy"], lr=1e-2, weight_decay=0.1)
+    return train.Config(**{**defaults, **changes})
+
+
+def call(role, prompt, output, reason="stop") -> Call:
+    return Call(role, role, [], "", prompt, output, [-1.0] * len(output), reason)
+
+
+def rollouts_of(rewards, seed=0) -> list[Rollout]:
+    """Recorded rollouts with these rewards [B, M, N]: designer tokens below 50, executor's above."""
+    rng = np.random.default_rng(seed)
+
+    def ids(low, high):
+        return rng.integers(low, high, rng.integers(2, 6)).tolist()
+
+    rolled = []
+    for designs in rewards:
+        made = []
+        for row in designs:
+            runs = [
+                Execution("x", [call("executor", ids(50, 100), ids(50, 100))], float(r), "ok")
+                for r in row
+            ]
+            made.append(Design("s", "single", None, call("designer", ids(1, 50), ids(1, 50)), runs))
+        rolled.append(Rollout(SimpleNamespace(kind="math", source=""), made))
+    return rolled
+
+
+@pytest.fixture
+def policy() -> ScoringModel:
+    model, _ = engine.random_tiny(seed=1)
+    return ScoringModel(model.float())
+
+
+def optimizer_of(policy, conf) -> train.Optimizer:
+    return train.Optimizer(policy, conf.lr, conf.weight_decay, lambda update: 1.0)
+
+
+def updates_of(rolled, role, conf):
+    return train.plan_updates([train.training_calls(rolled, role)], conf, 0, "seed")
+
+
+# --- settings
+
+
+def test_preset_first_then_what_the_user_gave():
+    assert train.parse([]).steps == train.PRESETS["toy"]["steps"]
+    assert train.parse(["--steps", "7", "--preset", "toy"]).steps == 7
+    assert train.parse(["--no-normalize-std"]).normalize_std is False
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["--nonsense", "1"], "unrecognized"),
+        (["--step", "1"], "unrecognized"),  # no abbreviations: a later flag would change meaning
+        (["--preset", "none"], "no preset"),
+        (["--model", "/nowhere"], "--model"),
+        (["--data", "/nowhere.jsonl"], "--data"),
+        (["--n-designs", "0"], "--n-designs"),
+        (["--n-executions", "0"], "--n-executions"),
+        (["--temperature", "0.9"], "--temperature"),
+        (["--train", "both"], "invalid choice"),
+        (["--n-designs", "1", "--n-executions", "1"], "nothing to compare"),
+    ],
+)
+def test_bad_settings_are_one_line_and_exit_2(argv, says, capsys):
+    with pytest.raises(SystemExit) as stop:
+        train.parse(argv)
+    assert stop.value.code == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "error:" in last and says in last
+
+
+def test_every_setting_is_read_somewhere():
+    """A flag that nothing reads is a promise that is not kept."""
+    source = (ROOT / "train.py").read_text()
+    for name in (f.name for f in dataclasses.fields(train.Config)):
+        used = re.findall(rf"config\.{name}\b", source) or re.findall(rf'"{name}"', source)
+        assert used, f"--{name} is never read"
+
+
+# --- one update
+
+
+def test_one_update_equals_reinforce_by_hand(policy):
+    """The gradient of a step = sum over trained tokens of -A * grad logp / n_tokens."""
+    conf = config(grad_clip=1e9, token_budget=12)  # several micro-batches
+    rolled = rollouts_of([[[1, 0], [0, 0]], [[1, 1], [1, 0]]])
+    calls, advantages = train.training_calls(rolled, "executor")
+    by_hand = copy.deepcopy(policy)
+    n_tokens = sum(len(c.output_ids) for c in calls)
+    for c, a in zip(calls, advantages, strict=True):
+        ids = torch.tensor([c.prompt_ids + c.output_ids])
+        logits = by_hand.model(ids).logits[0, len(c.prompt_ids) - 1 : -1]
+        logp = torch.log_softmax(logits, -1).gather(1, torch.tensor(c.output_ids)[:, None])
+        (-a * logp.sum() / n_tokens).backward()
+    seen = {}
+
+    class Spy(train.Optimizer):
+        def step(self, conf):
+            seen.update({n: p.grad.clone() for n, p in policy.named_parameters()})
+            return super().step(conf)
+
+    # The sampler's log-probs are made equal to the trainer's, so that no importance weight enters.
+    for c in calls:
+        c.logp_sampler = None
+    spy = Spy(policy, conf.lr, 0.0, lambda update: 1.0)
+    updates = updates_of(rolled, "executor", conf)
+    assert len(updates[0]) > 2
+    metrics = train.train_on(policy, spy, updates, conf)
+    for name, p in by_hand.named_parameters():
+        torch.testing.assert_close(seen[name], p.grad, rtol=1e-4, atol=1e-6)
+    assert metrics["ratio"] == 1.0 and metrics["clip_fraction"] == 0.0  # on-policy, exactly
+    assert abs(metrics["loss"]) < 1.0 and metrics["grad_norm"] > 0  # trainer_bugs 20
+
+
+def test_updates_are_disjoint_and_each_has_its_own_token_mean():
+    """trainer_bugs 3: n_tokens of an update is that of its own calls."""
+    conf = config(updates_per_step=3, token_budget=10_000)
+    rolled = rollouts_of([[[1, 0, 1], [0, 0, 1]]])
+    calls, advantages = train.training_calls(rolled, "executor")
+    updates = train.plan_updates([(calls, advantages)], conf, 0, "seed")
+    rows = [tuple(r.tolist()) for u in updates for m in u for r in m.batch.input_ids]
+    assert len(updates) == 3 and len(rows) == len(set(rows)) == 6
+    for update in updates:
+        (micro,) = update
+        assert micro.n_tokens == micro.batch.loss_mask.sum()
+    again = train.plan_updates([(calls, advantages)], conf, 0, "seed")
+    assert torch.equal(again[1][0].batch.input_ids, updates[1][0].batch.input_ids)
+
+
+def test_logp_old_is_from_before_the_first_update(policy):
+    """With two updates the second one's ratio has moved; with one it is exactly 1."""
+    rolled = rollouts_of([[[1, 0, 1, 0], [0, 0, 1, 1]]])
+    conf = config(updates_per_step=2)
+    metrics = train.train_on(
+        policy, optimizer_of(policy, conf), updates_of(rolled, "executor", conf), conf
+    )
+    assert metrics["approx_kl"] > 1e-6 and metrics["ratio"] != 1.0
+
+
+def test_a_step_without_any_advantage_moves_nothing(policy):
+    """trainer_bugs 19 and 49: no decay, no momentum, and the step is counted."""
+    conf = config()
+    optimizer = optimizer_of(policy, conf)
+    train.train_on(policy, optimizer, updates_of(rollouts_of([[[1, 0]]]), "executor", conf), conf)
+    before = copy.deepcopy(policy.state_dict())
+    constant = rollouts_of([[[1, 1], [1, 1]], [[0, 0], [0, 0]]])
+    metrics = train.train_on(policy, optimizer, updates_of(constant, "executor", conf), conf)
+    assert metrics["skipped"] == 1 and optimizer.updates == 1
+    for name, value in policy.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_non_finite_gradients_raise(policy):
+    conf = config()
+    with torch.no_grad():
+        next(iter(policy.parameters())).fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="gradient norm is nan"):
+        train.train_on(
+            policy,
+            optimizer_of(policy, conf),
+            updates_of(rollouts_of([[[1, 0]]]), "executor", conf),
+            conf,
+        )
+
+
+# --- stages
+
+
+@pytest.mark.parametrize("role", ["executor", "designer"])
+def test_in_a_stage_only_the_active_roles_tokens_pass_through_the_model(policy, role):
+    conf = config()
+    seen = set()
+
+    def spy(module, args):
+        seen.update(args[0].flatten().tolist())
+
+    policy.register_forward_pre_hook(spy)
+    rolled = rollouts_of([[[1, 0], [0, 0]], [[0, 1], [1, 1]]])
+    train.train_on(policy, optimizer_of(policy, conf), updates_of(rolled, role, conf), conf)
+    assert seen and all(token == 0 or (token < 50) == (role == "designer") for token in seen)
+
+
+def test_a_roles_moments_stand_still_in_the_other_roles_stage(policy):
+    """trainer_bugs 49, reference fault 8: bit-equal moments and step count."""
+    conf = config()
+    optimizers = {role: optimizer_of(policy, conf) for role in ("designer", "executor")}
+    rolled = rollouts_of([[[1, 0], [0, 0]], [[0, 1], [1, 1]]])
+    train.train_on(policy, optimizers["executor"], updates_of(rolled, "executor", conf), conf)
+    frozen = copy.deepcopy(optimizers["executor"].adamw.state_dict()["state"])
+    for _ in range(3):
+        train.train_on(policy, optimizers["designer"], updates_of(rolled, "designer", conf), conf)
+    now = optimizers["executor"].adamw.state_dict()["state"]
+    assert optimizers["executor"].updates == 1 and optimizers["designer"].updates == 3
+    assert frozen.keys() == now.keys() and frozen
+    for i in frozen:
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(frozen[i][name], now[i][name])
+
+
+def test_roles_by_mode():
+    roles = [train.roles_to_train(config(stage_length=2), step) for step in range(5)]
+    assert [r[0] for r in roles] == ["executor", "executor", "designer", "designer", "executor"]
+    assert train.roles_to_train(config(train="joint"), 0) == ("designer", "executor")
+    assert train.roles_to_train(config(train="designer"), 0) == ("designer",)
+    assert train.roles_to_train(config(train="single"), 0) == ("executor",)
+
+
+def test_joint_sums_two_losses_each_with_its_own_token_count():
+    rolled = rollouts_of([[[1, 0], [0, 0]]])
+    conf = config(train="joint", token_budget=10_000)
+    parts = [train.training_calls(rolled, role) for role in ("designer", "executor")]
+    (update,) = train.plan_updates(parts, conf, 0, "seed")
+    counted = [sum(len(c.output_ids) for c in calls) for calls, _ in parts]
+    assert [micro.n_tokens for micro in update] == counted
+
+
+def test_truncated_calls_keep_their_place_in_the_group_but_not_in_the_loss():
+    """trainer_bugs 33 and 34; DESIGN decision 9."""
+    rolled = rollouts_of([[[1, 0]]])
+    cut = rolled[0].designs[0].executions[1].calls[0]
+    cut.finish_reason = "length"
+    calls, advantages = train.training_calls(rolled, "executor")
+    assert advantages == pytest.approx([0.70711, -0.70711], abs=1e-5)  # centred on both
+    ((micro,),) = train.plan_updates([(calls, advantages)], config(), 0, "seed")
+    assert len(micro.batch.input_ids) == 1 and micro.n_tokens == len(calls[0].output_ids)
+    ((both,),) = train.plan_updates([(calls, advantages)], config(mask_truncated=False), 0, "s")
+    assert len(both.batch.input_ids) == 2
+
+
+def test_an_api_engines_calls_are_refused(policy):
+    rolled = rollouts_of([[[1, 0]]])
+    for execution in rolled[0].designs[0].executions:
+        execution.calls[0].prompt_ids = execution.calls[0].output_ids = None
+    with pytest.raises((ValueError, TypeError)):
+        updates_of(rolled, "executor", config())
+
+
+# --- whole runs, through the command
+
+
+def command(*argv, **options) -> subprocess.CompletedProcess:
+    env = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    return subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *map(str, argv)],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=240,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def cold_start(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("cold")
+    done = command("--out", out, "--name", "c", "--train", "sft", *SMALL)
+    assert done.returncode == 0, done.stderr
+    return out / "c" / "cold_start"
+
+
+def weights(folder: Path) -> dict:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def log_without_times(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    timed = ("seconds/", "tokens_per_second")
+    return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines]
+
+
+def test_two_runs_are_equal_and_so_is_a_resumed_one(cold_start, tmp_path):
+    """Bit for bit, weights and every log field that is not a time (trainer_bugs 48)."""
+    base = ["--out", tmp_path, "--model", cold_start, *SMALL, "--stage-length", 1]
+    base += ["--checkpoint-every", 2]
+    for name, steps in (("a", 4), ("b", 2)):
+        done = command(*base, "--name", name, "--steps", steps)
+        assert done.returncode == 0, done.stderr
+    # b is cut after two steps; its settings say four, as if it had been killed there.
+    saved = json.loads((tmp_path / "b/config.json").read_text()) | {"steps": 4}
+    (tmp_path / "b/config.json").write_text(json.dumps(saved))
+    with (tmp_path / "b/log.jsonl").open("a") as log:  # a step after the checkpoint is done again
+        log.write(json.dumps({"step": 2, "reward": 9.0}) + "\n")
+    done = command("--resume", tmp_path / "b")
+    assert done.returncode == 0, done.stderr
+    first, resumed = weights(tmp_path / "a/final"), weights(tmp_path / "b/final")
+    start = weights(cold_start)
+    assert any(not torch.equal(first[name], start[name]) for name in first)
+    for name in first:
+        assert torch.equal(first[name], resumed[name]), name
+    assert log_without_times(tmp_path / "a") == log_without_times(tmp_path / "b")
+    for file in ("curve.png", "designs.md", "table.md", "final/tokenizer.json"):
+        assert (tmp_path / "a" / file).stat().st_size > 0
+    assert "before" in (tmp_path / "a/table.md").read_text()
+
+
+def test_ctrl_c_ends_in_five_seconds_with_the_last_checkpoint_whole(cold_start, tmp_path):
+    env = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    argv = ["--out", tmp_path, "--name", "r", "--model", cold_start, *SMALL]
+    argv += ["--steps", 10_000, "--checkpoint-every", 1, "--eval-tasks", 0]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *map(str, argv)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("r/checkpoint-*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - began < 5
+    assert process.returncode == 130 and "--resume" in err.strip().splitlines()[-1]
+    assert "Traceback" not in err
+    last = sorted(tmp_path.glob("r/checkpoint-*"))[-1]
+    assert weights(last) and not list(tmp_path.glob("r/.*partial"))
+    torch.load(last / "optimizers.pt", weights_only=True)
+
+
+def test_bad_model_folder_and_bad_data_are_one_line(cold_start, tmp_path):
+    broken = tmp_path / "no_tokenizer"
+    shutil.copytree(cold_start, broken)
+    for path in broken.glob("tokenizer*"):
+        path.unlink()
+    empty, unanswered = tmp_path / "empty.jsonl", tmp_path / "unanswered.jsonl"
+    empty.write_text("")
+    unanswered.write_text('{"problem": "What is 1+1?"}\n' * 8)
+    for argv in (
+        ["--model", broken],
+        ["--model", cold_start, "--data", empty],
+        ["--model", cold_start, "--data", unanswered],
+    ):
+        done = command("--out", tmp_path / "runs", *argv, *SMALL)
+        assert done.returncode == 2, done.stderr
+        line = done.stderr.strip().splitlines()[-1]
+        assert line.startswith("train.py: error:") and "Traceback" not in done.stderr
+    assert not list((tmp_path / "runs").glob("*/log.jsonl"))  # nothing half-written
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_half_checkpoint(cold_start, tmp_path):
+    """A file-size limit stands for the full disk: writes fail in the same places."""
+    limit = "import resource,signal,sys,runpy;signal.signal(signal.SIGXFSZ,signal.SIG_IGN);"
+    limit += "resource.setrlimit(resource.RLIMIT_FSIZE,(100_000,100_000));"
+    limit += f"sys.path.insert(0,{str(ROOT)!r});import train;sys.exit(train.main(sys.argv[1:]))"
+    argv = ["--out", tmp_path, "--name", "r", "--model", cold_start, *SMALL, "--eval-tasks", 0]
+    argv += ["--steps", 1]
+    env = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    done = subprocess.run(
+        [sys.executable, "-c", limit, *map(str, argv)],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=240,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "could not be written" in done.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("r/checkpoint-*")) and not list(tmp_path.glob("r/.*partial"))
+
+
+def test_the_toys_tasks_do_not_overlap_and_are_solved_by_their_golds():
+    held_out = {t.question for t in toy.make_tasks(600, "e", held_out=True)}
+    trained = {t.question for t in toy.make_tasks(2000, 1)} | {
+        t.question for t in toy.make_tasks(2000, "c", kinds=toy.COLD_START_KINDS)
+    }
+    assert not held_out & trained
+    assert len({t.id for t in toy.make_tasks(300, 5)}) == 300
