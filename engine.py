@@ -248,9 +248,9 @@ class TorchEngine:
 
     max_context: most tokens of prompt and reply together; None: the model's own limit. max_batch:
     most calls decoded at once; the others wait. chat_kwargs: handed to apply_chat_template, such as
-    {"enable_thinking": False}. The model is used as it is, not copied. The same submits and steps
-    in the same order give the same bits. Raises ValueError for a model that doesn't attend to its
-    whole context in every layer.
+    {"enable_thinking": False}. The model is used as it is, not copied. On a CPU, the same submits
+    and steps in the same order give the same bits. Raises ValueError for a model that doesn't
+    attend to its whole context in every layer.
     """
 
     def __init__(self, model, tokenizer, *, max_context=None, max_batch=256, chat_kwargs=None):

@@ -663,6 +663,7 @@ def main() -> None:
             scripts=[SCRIPTS["single"], SCRIPTS["ensemble"]],
             n_executions=2,
             deterministic=True,
+            seed=2,
         )
     for design in rolled.designs:
         for x in design.executions:

@@ -511,31 +511,6 @@ def _blank_file() -> int:
         return os.dup(file.fileno())
 
 
-WARM = 10
-_WARM_UP = """
-import json, re, os, sys, math
-from collections import Counter
-class A:
-    def __init__(self, name, value=None): self.name, self.value = name, value
-    def run(self, *args, **kw): return f"{self.name} {self.value!r} {args}"
-def f(x, y=1):
-    try:
-        items = [i * y for i in range(x) if i % 2]
-        return {str(i): items for i in items}
-    except (ValueError, KeyError) as error:
-        raise RuntimeError("no") from error
-a = A("name", value=3)
-for key, value in sorted(f(5).items()):
-    text = json.dumps({"calls": [{"agent": a.name, "messages": [{"role": "user", "content": key}]}]})
-    message = json.loads(text.encode())["calls"][0]
-    words = [w.strip() for w in " a b ".split() if w] + list(map(str, value))
-    re.sub(r"<think>.*?</think>", "", text).replace("x", "y").startswith(("<a", "<b"))
-    "\n\n".join(words).encode("utf-8").decode()
-lambda: (yield)
-with open(os.devnull, "w") as out: print(a.run(1, k=2), file=out)
-"""
-
-
 class _ForkServer:
     """Reads jobs, forks, reports how they ended. One thread, and it never waits for a peer."""
 
@@ -604,8 +579,6 @@ class _ForkServer:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.wake_in, warn_on_full_buffer=False)
         self.selector.register(self.wake, selectors.EVENT_READ, None)
-        for _ in range(WARM):
-            exec(compile(_WARM_UP, "warm-up", "exec"), {"__name__": "__main__"})
         gc.collect()
         gc.freeze()  # a collection in a child would touch, and so copy, every page
         while self.main.open:

@@ -57,10 +57,6 @@ def with_generate(model, prompts, calls):
     return [row[width : width + limit].tolist() for row, (_, limit) in zip(out, calls, strict=True)]
 
 
-def best_rate(times, tokens):
-    return tokens / min(times)
-
-
 def main():
     model, tokenizer = random_tiny(
         vocab_size=400,
@@ -97,7 +93,7 @@ def main():
             times["engine"].append(middle - start)
             times["generate"].append(time.process_time() - middle)
         same = sum(a == b for a, b in zip(ours, theirs, strict=True))
-        fast, slow = (best_rate(times[side], tokens) for side in ("engine", "generate"))
+        fast, slow = (tokens / min(times[side]) for side in ("engine", "generate"))
         print(
             f"{name:22} {fast:8.0f} {slow:9.0f} {fast / slow:7.2f}   {same}/{CALLS} replies equal"
         )

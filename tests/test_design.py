@@ -132,6 +132,15 @@ def test_forms(form, script):
     assert ast.dump(ast.parse(source)) == ast.dump(ast.parse(script))
 
 
+@pytest.mark.parametrize(
+    "form", ["code only", "code never closed", "fence never closed", "both never closed"]
+)
+def test_marks_keep_what_stands_before_the_imports(form):
+    script = 'PROMPT = "p"\n' + SCRIPT.replace('"p"', "PROMPT")
+    text = FORMS[form].format(script=script, fenced=f"```python\n{script}```")
+    assert extract_script(text).strip() == script.strip()
+
+
 def test_imports_before_the_workflow_import_are_kept():
     raw = "I import what I need.\nimport re\nfrom math import pi\n" + SCRIPT + "That is all, folks."
     assert extract_script(raw) == "import re\nfrom math import pi\n" + SCRIPT.rstrip("\n")

@@ -1,4 +1,4 @@
-"""The house rules as tests: who imports whom, leaves that stand alone, doctests, README commands."""
+"""The house rules as tests: who imports whom, leaves alone, doctests, the README's commands."""
 
 import ast
 import doctest
@@ -88,6 +88,19 @@ def test_no_broad_except_outside_the_sandboxs_children():
                     "BaseException",
                 )
                 assert not broad, f"{name}.py:{node.lineno}"
+
+
+def test_every_trainer_bug_has_its_test():
+    """tests/trainer_bugs.md lists them by number; what it names must be there."""
+    rows = re.findall(
+        r"^\| (\d+) \|.*\|(.*)\|$", (ROOT / "tests/trainer_bugs.md").read_text(), re.M
+    )
+    assert [int(number) for number, _ in rows] == list(range(1, 42))
+    for number, where in rows:
+        named = re.findall(r"(test_\w+)\.py::(test_\w+)", where)
+        assert named or "can't happen" in where, number
+        for file, name in named:
+            assert f"def {name}(" in (ROOT / "tests" / f"{file}.py").read_text(), (number, name)
 
 
 # --- the README

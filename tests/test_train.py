@@ -37,7 +37,7 @@ def call(role, prompt, output, reason="stop") -> Call:
 
 
 def rollouts_of(rewards, seed=0) -> list[Rollout]:
-    """Recorded rollouts with these rewards [B, M, N]: designer tokens below 50, executor's above."""
+    """Recorded rollouts with these rewards [B, M, N]; designer tokens below 50, executor's above."""
     rng = np.random.default_rng(seed)
 
     def ids(low, high):
@@ -194,6 +194,24 @@ def test_non_finite_gradients_raise(policy):
             updates_of(rollouts_of([[[1, 0]]]), "executor", conf),
             conf,
         )
+
+
+def test_no_reward_for_long_is_said(monkeypatch, tmp_path, capsys):
+    """trainer_bugs 41: once, after ZERO_STEPS steps in a row, not before and not again."""
+    rewards = iter([0.0] * 4 + [0.5] + [0.0] * 25)
+    line = {"reward/math": 0.0, "valid_designs": 1.0, "calls_per_execution": 1.0}
+    line |= {"truncated/executor": 0.0, "approx_kl": 0.0, "sampler_gap_max": 0.0}
+    line |= {"grad_norm": 0.0, "seconds/step": 0.0, "role": "executor"}
+
+    def step(step, *rest):
+        return line | {"step": step, "reward": next(rewards)}, []
+
+    monkeypatch.setattr(train, "train_step", step)
+    monkeypatch.setattr(train, "save_checkpoint", lambda *rest: None)
+    train.learn(None, None, None, config(steps=14), tmp_path, 0)
+    assert "no reward" not in capsys.readouterr().out
+    train.learn(None, None, None, config(steps=14), tmp_path, 0)
+    assert capsys.readouterr().out.count("no reward in 10 steps") == 1
 
 
 # --- stages

@@ -6,6 +6,7 @@ real scripts in a subprocess whose descriptor 3 is one end of a socket pair.
 
 import doctest
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -588,6 +589,21 @@ def test_errors_reach_the_script_and_no_answer_is_sent():
     messages, code, _, err = run_script("from workflow import *\nWorkflow('w').run(question)", None)
     assert (messages, code) == ([], 1)
     assert "workflow 'w' has no node" in err
+
+
+def test_a_message_may_be_taken_and_given_in_pieces(monkeypatch):
+    host, guest = socket.socketpair()
+    monkeypatch.setattr(wf, "CHANNEL", guest.fileno())
+    write = os.write
+    monkeypatch.setattr(wf.os, "write", lambda fd, data: write(fd, data[:7]))
+    monkeypatch.setattr(wf.os, "read", lambda fd, size: guest.recv(3))
+    with host, guest:
+        host.sendall(b'{"texts": ["a long reply"]}\n')
+        assert wf.Workflow().add_node(agent("a")).run("Q").content == "a long reply"
+        guest.shutdown(socket.SHUT_WR)
+        call, answer = map(json.loads, host.makefile("r"))
+    assert call == {"calls": [{"agent": "a", "messages": [system("P"), user("Q")]}]}
+    assert answer == {"answer": "a long reply"}
 
 
 def test_a_closed_channel_is_a_clear_error(monkeypatch):
