@@ -156,10 +156,10 @@ DATASETS = {
 
 DEFAULT_MIX = {"polaris": 4, "apps": 2, "codecontests": 2}
 
-# Half of CodeContests' 7.6 GB and of no use here.
+# A large part of CodeContests, and of no use here.
 UNUSED_COLUMNS = {"incorrect_solutions"}
 
-# Generous: the largest payloads are some tens of MB. A zip bomb stops here.
+# Bytes that a payload may inflate to: far more than the tests of a task need, and a zip bomb's end.
 MAX_PAYLOAD = 512 * 2**20
 
 

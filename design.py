@@ -107,8 +107,8 @@ Use as few agents as the task needs: an easy task needs one.
 
 _FORM = {
     "math": r"The answer has to end with the result in \boxed{}. Tell the agents so.",
-    "code": "The answer has to hold the complete Python program in one fenced code block, and it "
-    "is\njudged by unit tests. Tell the agents so.",
+    "code": "The answer has to hold the complete Python program in one fenced code block, which\n"
+    "is judged by unit tests. Tell the agents so.",
 }
 
 _EXAMPLE = {
@@ -194,7 +194,7 @@ def designer_messages(question: str, kind: str, prompt: str | None = None) -> li
 # Extraction
 # ---------------------------------------------------------------------------------------------
 
-_OPENING = re.compile(r"```[ \t]*\w*[ \t]*\n")
+_OPENING = re.compile(r"```[ \t]*\w*[ \t\r]*\n")
 _IMPORT = re.compile(r"^(?:from|import)[ \t]+workflow\b", re.MULTILINE)
 _MARK = re.compile(rf"```|<code>|{_IMPORT.pattern}", re.MULTILINE)
 _ANY_IMPORT = re.compile(r"(?:from|import)[ \t]+\w")
@@ -247,7 +247,7 @@ def _candidates(text: str) -> Iterator[str]:
         for opening in list(_OPENING.finditer(region))[:-9:-1]:
             body = region[opening.end() :]
             for end in islice(re.finditer("```", body), 16):
-                yield textwrap.dedent(body[: end.start()])
+                yield body[: end.start()]
             yield _without_prose(textwrap.dedent(body))
         if region is not text:
             yield textwrap.dedent(region)

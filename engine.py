@@ -315,6 +315,11 @@ class TorchEngine:
         """Calls submitted whose Completion has not come out yet."""
         return len(self._waiting) + len(self._running)
 
+    def cancel_all(self) -> None:
+        """Drops every pending call, so that the engine can be used again after an interruption."""
+        self._waiting.clear()
+        self._running, self._rows = [], self._rows[:0]
+
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         """A token for every running call, the first one for calls just admitted -> what ended."""
@@ -496,6 +501,10 @@ class ScriptedEngine:
     def pending(self) -> int:
         """Calls submitted whose Completion has not come out yet."""
         return len(self._waiting)
+
+    def cancel_all(self) -> None:
+        """Drops every pending call."""
+        self._waiting = []
 
     def step(self) -> list[Completion]:
         """Answers every call submitted so far, in order."""

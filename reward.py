@@ -212,6 +212,7 @@ def _nfkc(text: str) -> str:
 # (pattern, replacement) in the order of use; what NFKC would flatten (x² to x2) comes before it
 _TYPOGRAPHY = [
     ('[\u200b-\u200f\u2060-\u2064\ufeff\u00ad\0"]', ""),
+    (r"\s+", " "),
     ("[⁰¹²³⁴-⁹⁺⁻⁽⁾ⁿ]+", lambda m: "^{" + _nfkc(m[0]) + "}"),
     ("[₀-₉₊₋₍₎]+", lambda m: "_{" + _nfkc(m[0]) + "}"),
     ("[¼-¾⅐-⅞]", lambda m: r" \frac{%s}{%s}" % tuple(_nfkc(m[0]).split("⁄"))),
@@ -267,7 +268,7 @@ def _clean(text: str) -> str:
     r"""One spelling for what means the same.
 
     >>> _clean(r"\left( 3,\; \dfrac\pi2 \right)"), _clean("√12 × x²")
-    ('( 3, \\frac{\\pi}{2} )', '\\sqrt{12}\\times x^{2}')
+    ('( 3, \\frac{\\pi}{2} )', '\\sqrt{12} \\times x^{2}')
     """
     for pattern, new in _TYPOGRAPHY:
         text = pattern.sub(new, text)
@@ -780,7 +781,7 @@ def _worker() -> None:
     channel.sendall(b"ready\n")
     for line in channel.makefile("rb"):
         request = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, MATH_CPU_S)
+        signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
         equal = _compare(request)
         signal.setitimer(signal.ITIMER_PROF, 0)
         channel.sendall(b"1\n" if equal else b"0\n")
@@ -967,7 +968,8 @@ def _decide(given: str, gold: str, tolerance: float | None) -> bool | None:
     if close is not None:
         return close
     _count("math_asked")
-    return _workers().ask({"prediction": given, "gold": wanted, "tolerance": tolerance})
+    request = {"prediction": given, "gold": wanted, "tolerance": tolerance, "cpu_s": MATH_CPU_S}
+    return _workers().ask(request)
 
 
 def math_equal(prediction: str, gold: str, *, tolerance: float | None = None) -> bool | None:

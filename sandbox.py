@@ -109,50 +109,47 @@ if __name__ != "fork_server":  # the host's half
 LINUX = sys.platform.startswith("linux")
 LAYERS = ("fork server", "rlimits", "capabilities", "landlock", "seccomp")
 STDERR_CAP = 1 << 16  # bytes of standard error that come back: the last ones
+_LENGTH = struct.Struct("=Q")
+# The server's report: job, exit code or -signal, CPU seconds, wall seconds, why it was killed,
+# and the sizes of what follows: standard output, standard error, result, and what failed.
+_REPORT = struct.Struct("=Qidd8s4Q")
 
 
 # ---------------------------------------------------------------------------------------------
-# Frames between the host and the fork server: two lengths, a JSON header, raw bytes
+# Frames between the host and the fork server: a length, then that many bytes
 # ---------------------------------------------------------------------------------------------
 
 
-def _pack(header: dict, *blobs: bytes) -> bytes:
-    """One frame.
-
-    >>> buffer = bytearray(_pack({"id": 7}, b"ab", b"")) + b"rest"
-    >>> _unpack(buffer), bytes(buffer)
-    (({'id': 7}, [b'ab', b'']), b'rest')
+def _pack(payload: bytes) -> bytes:
     """
-    head = json.dumps([header, [len(blob) for blob in blobs]]).encode()
-    return b"".join((struct.pack("!II", len(head), sum(map(len, blobs))), head, *blobs))
+    >>> buffer = bytearray(_pack(b"ab")) + b"rest"
+    >>> _unpack(buffer), bytes(buffer)
+    (b'ab', b'rest')
+    """
+    return _LENGTH.pack(len(payload)) + payload
 
 
-def _unpack(buffer: bytearray) -> tuple[dict, list[bytes]] | None:
-    """Takes one frame off the front of `buffer`; None if it is not all there yet."""
-    if len(buffer) < 8:
+def _unpack(buffer: bytearray) -> bytes | None:
+    """Takes one payload off the front of `buffer`; None if it is not all there yet."""
+    if len(buffer) < _LENGTH.size:
         return None
-    head_size, body_size = struct.unpack_from("!II", buffer)
-    at = 8 + head_size
-    if len(buffer) < at + body_size:
+    end = _LENGTH.size + _LENGTH.unpack_from(buffer)[0]
+    if len(buffer) < end:
         return None
-    header, sizes = json.loads(buffer[8:at])
-    blobs = []
-    for size in sizes:
-        blobs.append(bytes(buffer[at : at + size]))
-        at += size
-    del buffer[:at]
-    return header, blobs
+    payload = bytes(memoryview(buffer)[_LENGTH.size : end])
+    del buffer[:end]
+    return payload
 
 
-def _receive(sock: socket.socket) -> tuple[dict, list[bytes]]:
-    """Waits for one frame, as long as the socket's timeout allows. EOFError: the peer ended."""
+def _receive(sock: socket.socket) -> bytes:
+    """Waits for one payload, as long as the socket's timeout allows. EOFError: the peer ended."""
     buffer = bytearray()
-    while not (frame := _unpack(buffer)):
+    while (payload := _unpack(buffer)) is None:
         data = sock.recv(1 << 16)
         if not data:
             raise EOFError
         buffer += data
-    return frame
+    return payload
 
 
 class _Stream:
@@ -173,8 +170,8 @@ class _Stream:
             if fds is None:
                 data = self.sock.recv(1 << 16)
             else:
-                data, passed, _, _ = socket.recv_fds(self.sock, 1 << 16, 16)
-                fds.extend(passed)
+                data, passed, _, _ = self.sock.recvmsg(1 << 16, socket.CMSG_SPACE(4))
+                fds.extend(struct.unpack("=i", fd[:4])[0] for _, _, fd in passed)
         except BlockingIOError:
             return False
         except OSError:
@@ -378,6 +375,8 @@ def _child(server, job, source: bytes, stdin: bytes, third: int | None) -> None:
     """Locks itself in, says that it is ready, runs the source. Never returns."""
     code = 1
     try:
+        for number, fd in enumerate((job.stdin, *job.files[:2])):
+            os.dup2(fd, number)
         sys.set_int_max_str_digits(0)
         arguments = []
         if job.kind == "call":  # before "ready": input that is not JSON is our fault
@@ -404,8 +403,6 @@ def _lock_in(server, job, third: int | None) -> None:
             raise ProcessLookupError("the fork server ended")
     if server.ruleset is not None:
         server.kernel.enter_landlock(server.ruleset)
-    for number, fd in enumerate((job.stdin, *job.files[:2])):
-        os.dup2(fd, number)
     if third is not None:
         os.dup2(third, 3)
     os.closerange(3 if third is None else 4, server.ready)
@@ -488,17 +485,12 @@ def _call(names: dict, fn_name: str, arguments: list) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-class _Job:
-    """One job: the host's header, and in the server its descriptors and times."""
+class _Job(types.SimpleNamespace):
+    """One job: the fields that the host sent (see `_job`), and in the server:"""
 
-    def __init__(self, header: dict, owner: _Stream):
-        self.id, self.kind = header["id"], header["kind"]  # "program" | "call" | "script"
-        self.cpu_s, self.wall_s = header["cpu_s"], header["wall_s"]
-        self.memory_mb, self.output_cap = header["memory_mb"], header["output_cap"]
-        self.seed, self.variables = header["seed"], header["variables"]
-        self.fn_name = header["fn_name"]
-        self.owner, self.killed, self.started = owner, "", time.monotonic()
-        self.stdin, self.files = 0, []  # 0: the server's own, /dev/null
+    killed = ""  # why: "wall" | "channel" | "host"
+    stdin = 0  # its descriptor; 0: the server's own, /dev/null
+    files = ()  # descriptors of standard output, standard error and, in call mode, the result
 
 
 def _blank_file() -> int:
@@ -511,10 +503,26 @@ def _blank_file() -> int:
         return os.dup(file.fileno())
 
 
+# Run in the server before the first fork: what the interpreter then has in its caches (types,
+# interned names, specialised code) it need not write, and so copy, in every child.
+_WARM_UP = """
+import json, os, re, sys
+class Agent:
+    def __init__(self, name, value=None): self.name, self.value = name, value
+    def run(self, *rest, **named): return f"{self.name} {self.value!r} {rest}".strip().encode()
+def f(x, y=1):
+    try: return {str(i): [i * y for i in range(x) if i % 2] for i in range(x)}
+    except (ValueError, KeyError) as error: raise RuntimeError("no") from error
+for key, value in sorted(f(5).items()):
+    text = json.dumps({"calls": [{"agent": key, "messages": value}]}).replace("x", "y")
+    json.loads(Agent(key, value=3).run(1, a=2) and re.sub("<x>.*?</x>", "", text))
+"""
+
+
 class _ForkServer:
     """Reads jobs, forks, reports how they ended. One thread, and it never waits for a peer."""
 
-    def __init__(self, main: socket.socket, config: dict, modules: list[bytes]):
+    def __init__(self, main: socket.socket, config: dict):
         self.pid = os.getpid()
         self.selector = selectors.DefaultSelector()
         self.jobs: dict[int, _Job] = {}  # by pid
@@ -527,9 +535,9 @@ class _ForkServer:
         self.highest_fd = self.wake_in
         self.prelude: dict = {}
         exec(config["prelude"], self.prelude)
-        for name, code in zip(config["modules"], modules, strict=True):
+        for name, code in config["modules"].items():
             sys.modules[name] = module = types.ModuleType(name)
-            exec(marshal.loads(code), module.__dict__)
+            exec(code, module.__dict__)
         self.missing = self._take_layers(config)
         _limit(resource.RLIMIT_CORE, 0)
         _limit(resource.RLIMIT_STACK, 64 << 20)
@@ -579,6 +587,8 @@ class _ForkServer:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.wake_in, warn_on_full_buffer=False)
         self.selector.register(self.wake, selectors.EVENT_READ, None)
+        for _ in range(2):
+            exec(compile(_WARM_UP, "warm-up", "exec"), {"__name__": "__main__"})
         gc.collect()
         gc.freeze()  # a collection in a child would touch, and so copy, every page
         while self.main.open:
@@ -593,20 +603,20 @@ class _ForkServer:
                     self._read(stream)
             now = time.monotonic()
             for pid, job in self.jobs.items():
-                if job.wall_s and not job.killed and now > job.started + job.wall_s:
+                if now > job.deadline and not job.killed:
                     self._kill(pid, "wall")
         for pid in self.jobs:
             self._kill(pid, "host")
 
     def _until_deadline(self) -> float | None:
-        ends = [job.started + job.wall_s for job in self.jobs.values() if job.wall_s]
-        return max(0.0, min(ends) - time.monotonic()) if ends else None
+        first = min((job.deadline for job in self.jobs.values()), default=math.inf)
+        return None if first == math.inf else max(0.0, first - time.monotonic())
 
     def _read(self, stream: _Stream) -> None:
         if stream is self.main:
             stream.fill(self.fds)
-            while frame := _unpack(stream.received):
-                self._handle(*frame)
+            while (payload := _unpack(stream.received)) is not None:
+                self._handle(*marshal.loads(payload))
         elif not stream.fill():  # the host no longer waits for this program
             for pid, job in self.jobs.items():
                 if job.owner is stream:
@@ -617,28 +627,29 @@ class _ForkServer:
         _kill_group(pid)
         os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
 
-    def _handle(self, header: dict, blobs: list[bytes]) -> None:
+    def _handle(self, header: dict, source: bytes, stdin: bytes) -> None:
         if "kill" in header:
             for pid, job in self.jobs.items():
                 if job.kind == "script" and job.id == header["kill"]:
                     self._kill(pid, header["why"])
             return
-        source, stdin = blobs
-        passed = self.fds.popleft()
-        script = header["kind"] == "script"
-        owner = self.main if script else _Stream(socket.socket(fileno=passed), self.selector)
-        job = _Job(header, owner)
+        job, passed = _Job(**header), self.fds.popleft()
+        job.owner = self.main
+        if job.kind != "script":
+            job.owner = _Stream(socket.socket(fileno=passed), self.selector)
+            job.owner.last = True
+        job.started = time.monotonic()
+        job.deadline = job.started + job.wall_s
         try:
             pid = self._fork(job, source, stdin, passed)
             self.jobs[pid] = job
         except OSError as error:
-            self._report(job, {"fault": f"no process for a job: {error}"})
-        if script:
+            self._report(job, fault=f"no process for a job: {error}")
+        if job.kind == "script":
             os.close(passed)
 
     def _fork(self, job: _Job, source: bytes, stdin: bytes, passed: int) -> int:
-        for _ in range(3 if job.kind == "call" else 2):  # output, errors, result
-            job.files.append(_blank_file())
+        job.files = [_blank_file() for _ in range(3 if job.kind == "call" else 2)]
         if stdin:
             job.stdin = _blank_file()
             os.pwrite(job.stdin, stdin, 0)
@@ -655,40 +666,37 @@ class _ForkServer:
             if pid == 0:
                 return
             _kill_group(pid)  # what it may have forked where seccomp is missing
-            job = self.jobs.pop(pid)
-            while job_ready := self._drain_ready():
-                self.ready_pids |= job_ready
-            ready = pid in self.ready_pids
+            job, ready = self.jobs.pop(pid), pid in self._drain_ready()
             self.ready_pids.discard(pid)
-            end = {
-                "code": os.waitstatus_to_exitcode(status),
-                "cpu_s": usage.ru_utime + usage.ru_stime,
-                "wall_s": time.monotonic() - job.started,
-                "killed": job.killed,
-            }
+            fault = ""
             if not ready and job.killed != "host":
                 error = _tail(job.files[1]).decode("utf-8", "replace").strip()
-                end["fault"] = f"a sandbox could not be set up: {error or end}"
-            self._report(job, end)
+                fault = f"a sandbox could not be set up: {error or job.killed or status}"
+            code = os.waitstatus_to_exitcode(status)
+            self._report(job, code, usage.ru_utime + usage.ru_stime, fault)
 
     def _drain_ready(self) -> set[int]:
+        """The pids of children that said that they are ready and are not reaped yet."""
         try:
-            data = os.read(self.ready_out, 1 << 16)
+            while data := os.read(self.ready_out, 4096):
+                self.ready_pids.update(struct.unpack(f"={len(data) // 4}i", data))
         except BlockingIOError:
-            return set()
-        return set(struct.unpack(f"={len(data) // 4}i", data))
+            return self.ready_pids
 
-    def _report(self, job: _Job, end: dict) -> None:
+    def _report(self, job: _Job, code: int = 0, cpu_s: float = 0.0, fault: str = "") -> None:
         blobs = [
             _tail(fd) if i == 1 else os.pread(fd, job.output_cap, 0)
             for i, fd in enumerate(job.files)
         ]
+        blobs += [b""] * (3 - len(blobs)) + [fault.encode()]
         for fd in (*job.files, job.stdin):
             if fd:
                 os.close(fd)
         if job.owner.open:
-            job.owner.last = job.owner is not self.main
-            job.owner.send(_pack({"id": job.id, **end}, *blobs))
+            wall_s = time.monotonic() - job.started
+            killed, sizes = job.killed.encode(), map(len, blobs)
+            header = _REPORT.pack(job.id, code, cpu_s, wall_s, killed, *sizes)
+            job.owner.send(_pack(header + b"".join(blobs)))
 
 
 def _kill_group(pid: int) -> None:
@@ -704,11 +712,11 @@ def _tail(fd: int) -> bytes:
 
 def _serve(main: socket.socket) -> None:
     """The fork server's main function; it ends when the host's socket closes."""
-    config, modules = _receive(main)
+    config = marshal.loads(_receive(main))
     sys.path += config["site"]
     config["folders"] += sys.path
-    server = _ForkServer(main, config, modules)
-    main.sendall(_pack({"missing": server.missing}))
+    server = _ForkServer(main, config)
+    main.sendall(_pack(json.dumps(server.missing).encode()))
     main.setblocking(False)
     server.serve()
 
@@ -766,7 +774,7 @@ class _ServerProcess:
     def __init__(self, modules: dict[str, str], prelude: str = ""):
         if not sys.executable:
             raise SandboxError("sys.executable is empty: run from a Python interpreter")
-        self.lock = threading.Lock()
+        self.lock, self.stopped = threading.Lock(), False
         self.sock, theirs = socket.socketpair()
         code = marshal.dumps(compile(_SERVER_SOURCE, "sandbox.py", "exec", optimize=2))
         environment = dict(_ENVIRONMENT)
@@ -787,7 +795,10 @@ class _ServerProcess:
         _servers.add(self)
         site = [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))]
         config = {
-            "modules": list(modules),
+            "modules": {
+                name: compile(text, f"<{name}>", "exec", dont_inherit=True)
+                for name, text in modules.items()
+            },
             "prelude": prelude,
             "site": site,
             "folders": ["/usr/lib", "/lib", "/lib64", "/usr/share/zoneinfo"],
@@ -796,9 +807,8 @@ class _ServerProcess:
         self.sock.settimeout(GRACE_S)
         try:
             self.sock.sendall(code)
-            compiled = (compile(text, f"<{name}>", "exec") for name, text in modules.items())
-            self.sock.sendall(_pack(config, *map(marshal.dumps, compiled)))
-            self.missing: dict[str, str] = _receive(self.sock)[0]["missing"]
+            self.sock.sendall(_pack(marshal.dumps(config)))
+            self.missing: dict[str, str] = json.loads(_receive(self.sock))
         except (EOFError, OSError) as error:
             self.close()
             raise SandboxError("the fork server did not start: see its message above") from error
@@ -896,6 +906,7 @@ def close() -> None:
     with _lock:
         server, _program_server = _program_server, None
     if server is not None:
+        server.stopped = True
         server.close()
 
 
@@ -929,31 +940,61 @@ class RunResult:
     error: str = ""  # one line: the last line of the traceback, the signal, the limit
 
 
-def _verdict(end: dict, stderr: str, cpu_s: float) -> tuple[str, str]:
-    r"""(status, one line why) from what the kernel says about the end of a child.
+@dataclass
+class _End:
+    """How a child ended, from the server's report: the kernel's word, and bytes."""
 
-    The kernel sends SIGXCPU at the limit (in whole seconds) and SIGKILL a second later. It counts
-    in clock ticks, so on a loaded machine the time that it measures may lie below.
+    id: int
+    code: int  # exit code, or minus the signal
+    cpu_s: float
+    wall_s: float
+    killed: str = ""  # why the server killed it: "wall" | "channel" | "host"
+    stdout: str = ""
+    stderr: str = ""
+    result: str = ""
 
-    >>> _verdict({"code": 0, "cpu_s": 0.2, "killed": ""}, "", 1.0)
-    ('ok', '')
-    >>> _verdict({"code": -signal.SIGXCPU, "cpu_s": 0.9, "killed": ""}, "", 1.0)
-    ('timeout', 'more than 1 s of CPU time')
-    >>> _verdict({"code": -9, "cpu_s": 0.3, "killed": ""}, "", 5.0)
-    ('error', 'SIGKILL')
-    >>> _verdict({"code": 1, "cpu_s": 0.1, "killed": ""}, "Traceback ...\nValueError: no\n", 5.0)
-    ('error', 'ValueError: no')
-    """
-    code, used = end["code"], end["cpu_s"]
-    if end["killed"] == "wall":
-        return "timeout", "the wall limit"
-    if used > cpu_s or code == -signal.SIGXCPU:
-        return "timeout", f"more than {cpu_s:g} s of CPU time"
-    if code < 0:
-        names = {int(each): each.name for each in signal.Signals}
-        return "error", names.get(-code, f"signal {-code}")
-    lines = stderr.strip().splitlines()
-    return ("ok", "") if code == 0 else ("error", lines[-1] if lines else f"exit code {code}")
+    @classmethod
+    def read(cls, report: bytes) -> "_End":
+        number, code, cpu_s, wall_s, killed, *sizes = _REPORT.unpack_from(report)
+        at, texts = _REPORT.size, []
+        for size in sizes:
+            texts.append(report[at : at + size].decode("utf-8", "replace"))
+            at += size
+        if fault := texts.pop():
+            raise SandboxError(fault)
+        return cls(number, code, cpu_s, wall_s, killed.rstrip(b"\0").decode(), *texts)
+
+    def verdict(self, cpu_limit_s: float) -> tuple[str, str]:
+        r"""(status, one line why).
+
+        The kernel sends SIGXCPU at the limit (in whole seconds) and SIGKILL a second later. It
+        counts in clock ticks, so on a loaded machine the time that it measures may lie below.
+
+        >>> _End(1, 0, cpu_s=0.2, wall_s=0.2).verdict(1.0)
+        ('ok', '')
+        >>> _End(1, -signal.SIGXCPU, cpu_s=0.9, wall_s=2.0).verdict(1.0)
+        ('timeout', 'more than 1 s of CPU time')
+        >>> _End(1, -signal.SIGKILL, cpu_s=0.3, wall_s=0.3).verdict(5.0)
+        ('error', 'SIGKILL')
+        >>> _End(1, 1, 0.1, 0.1, stderr="Traceback ...\nValueError: no\n").verdict(5.0)
+        ('error', 'ValueError: no')
+        """
+        if self.killed == "wall":
+            return "timeout", "the wall limit"
+        if self.cpu_s > cpu_limit_s or self.code == -signal.SIGXCPU:
+            return "timeout", f"more than {cpu_limit_s:g} s of CPU time"
+        if self.code < 0:
+            names = {int(each): each.name for each in signal.Signals}
+            return "error", names.get(-self.code, f"signal {-self.code}")
+        lines = self.stderr.strip().splitlines() or [f"exit code {self.code}"]
+        return ("error", lines[-1]) if self.code else ("ok", "")
+
+
+def _job(kind: str, source: str, stdin: str = "", **fields) -> bytes:
+    """The frame of a job. The server and the child read its fields by these names."""
+    header = {"id": 0, "kind": kind, "fn_name": None, "seed": 0, "variables": {}, **fields}
+    texts = (text.encode("utf-8", "replace") for text in (source, stdin))
+    return _pack(marshal.dumps((header, *texts)))
 
 
 def run_program(
@@ -973,29 +1014,18 @@ def run_program(
 
     A program that the fork server's death interrupts is run again, three times in all.
     """
-    header = {
-        "id": None,
-        "kind": "call" if fn_name else "program",
-        "fn_name": fn_name,
-        "cpu_s": cpu_s,
-        "wall_s": wall_s,
-        "memory_mb": memory_mb,
-        "output_cap": OUTPUT_CAP,
-        "seed": 0,
-        "variables": {},
-    }
-    frame = _pack(header, source.encode("utf-8", "replace"), stdin.encode("utf-8", "replace"))
+    frame = _job(
+        "call" if fn_name else "program", source, stdin, fn_name=fn_name, cpu_s=cpu_s,
+        wall_s=wall_s, memory_mb=memory_mb, output_cap=OUTPUT_CAP,
+    )  # fmt: skip
     with _free:
-        end, blobs = _run_frame(frame, wall_s)
-    if "fault" in end:
-        raise SandboxError(end["fault"])
-    stdout, stderr, *result = (blob.decode("utf-8", "replace") for blob in blobs)
-    status, error = _verdict(end, stderr, cpu_s)
-    answer = result[0] if result and status == "ok" else None
-    return RunResult(status, stdout, stderr, answer, end["cpu_s"], end["wall_s"], error)
+        end = _End.read(_run_frame(frame, wall_s))
+    status, error = end.verdict(cpu_s)
+    result = end.result if fn_name and status == "ok" else None
+    return RunResult(status, end.stdout, end.stderr, result, end.cpu_s, end.wall_s, error)
 
 
-def _run_frame(frame: bytes, wall_s: float) -> tuple[dict, list[bytes]]:
+def _run_frame(frame: bytes, wall_s: float) -> bytes:
     """Hands a job to the server and waits for its end, on a socket of the job's own.
 
     That socket is also the leash: if this thread leaves (Ctrl-C), it closes, and the job dies.
@@ -1016,8 +1046,10 @@ def _run_frame(frame: bytes, wall_s: float) -> tuple[dict, list[bytes]]:
                     f"the fork server did not answer within {wall_s + GRACE_S:g} s and was "
                     "ended: is the machine overloaded, or the server stopped?"
                 ) from error
-            except (_ServerGone, EOFError, ConnectionError):
+            except (_ServerGone, EOFError, ConnectionError) as error:
                 server.sock.close()
+                if server.stopped:
+                    raise SandboxError("close() was called while a program ran") from error
     raise SandboxError("the fork server died three times under the same program")
 
 
@@ -1106,6 +1138,10 @@ def _text(value, name: str) -> str:
     return value if value.isascii() else value.encode("utf-8", "replace").decode()
 
 
+def _kill_order(script_id: int, why: str) -> bytes:
+    return _pack(marshal.dumps(({"kill": script_id, "why": why}, b"", b"")))
+
+
 class _Script:
     """One live script, in the host."""
 
@@ -1117,11 +1153,11 @@ class _Script:
         self.lines = self.asked = 0
         self.answer: str | None = None
         self.violation = self.killed = ""
-        self.end: tuple[dict, list[bytes]] | None = None  # the server's report
+        self.end: _End | None = None
 
 
 class ScriptPool:
-    """Live scripts, each a process that asks for text and waits. Use it from one thread.
+    r"""Live scripts, each a process that asks for text and waits. Use it from one thread.
 
     modules: {"workflow": its source, ...}, importable in the scripts; no other file of the
     project is. max_live: scripts at the same time. cpu_s, memory_mb: of one script. step_wall_s:
@@ -1191,23 +1227,17 @@ class ScriptPool:
         if self._server is None:
             self._open_server()
         self._started += 1
-        header = {
-            "id": self._started,
-            "kind": "script",
-            "fn_name": None,
-            "cpu_s": self.cpu_s,
-            "wall_s": None,
-            "memory_mb": self.memory_mb,
-            "output_cap": SCRIPT_OUTPUT_CAP,
-            "seed": seed,
-            "variables": variables or {},
-        }
+        frame = _job(
+            "script", source, id=self._started, seed=seed, variables=variables or {},
+            cpu_s=self.cpu_s, wall_s=math.inf, memory_mb=self.memory_mb,
+            output_cap=SCRIPT_OUTPUT_CAP,
+        )  # fmt: skip
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         script = _Script(key, self._started, ours, self._selector)
         self._scripts[key] = self._by_id[script.id] = script
         with theirs:
-            self._tell(_pack(header, source.encode("utf-8", "replace"), b""), theirs.fileno())
+            self._tell(frame, theirs.fileno())
 
     def poll(self, timeout: float | None = None) -> list[ScriptEvent]:
         """Waits for at least one event, at most `timeout` seconds; [] if nothing is live.
@@ -1254,7 +1284,7 @@ class ScriptPool:
         if script is not None:
             self._forget(script)
             if script.end is None:
-                self._tell(_pack({"kill": script.id, "why": "host"}))
+                self._tell(_kill_order(script.id, "host"))
 
     def close(self) -> None:
         """Ends all scripts and the fork server."""
@@ -1295,7 +1325,7 @@ class ScriptPool:
         if script.end is None and not script.killed:
             script.killed = why
             script.deadline = time.monotonic() + GRACE_S
-            self._tell(_pack({"kill": script.id, "why": why}))
+            self._tell(_kill_order(script.id, why))
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
@@ -1312,14 +1342,11 @@ class ScriptPool:
 
     def _read_server(self) -> None:
         self._main.fill()
-        while frame := _unpack(self._main.received):
-            script = self._by_id.get(frame[0]["id"])
+        while (report := _unpack(self._main.received)) is not None:
+            script = self._by_id.get(_REPORT.unpack_from(report)[0])
             if script is None:
                 continue  # killed
-            if "fault" in frame[0]:
-                self._forget(script)
-                raise SandboxError(frame[0]["fault"])
-            script.end = frame
+            script.end = _End.read(report)
             while script.channel.open and self._read_channel(script):
                 pass
             script.channel.close()
@@ -1407,21 +1434,28 @@ class ScriptPool:
         """Reports the end, if the script has ended and no question of it is open."""
         if script.end is None or script.state in ("asked", "tool"):
             return
-        end, blobs = script.end
-        stdout, stderr = (blob.decode("utf-8", "replace") for blob in blobs)
-        status, error = _verdict(end, stderr, self.cpu_s)
+        end = script.end
+        status, error = end.verdict(self.cpu_s)
         if script.violation:
             status, error = "error", script.violation
         elif status == "ok" and script.channel.refused:
             status, error = "error", "channel: the script left before the reply"
-        elif end["killed"] == "wall":
+        elif end.killed == "wall":
             error = f"no message within {self.step_wall_s:g} s"
         status = "crashed" if status == "error" else status
         self._forget(script)
         self._events.append(
             ScriptEvent(
-                script.key, "ended", [], status, script.answer, error, stdout, stderr, end["cpu_s"]
-            )
+                script.key,
+                "ended",
+                [],
+                status,
+                script.answer,
+                error,
+                end.stdout,
+                end.stderr,
+                end.cpu_s,
+            )  # fmt: skip
         )
 
 

@@ -44,7 +44,7 @@ from data import Task
 from engine import ScriptedEngine
 
 KINDS = ("product", "sum", "program")
-COLD_START_KINDS = (
+COLD_START_KINDS = ("product", "sum", "program", "sum", "sum", "program", "sum")
     "product",
     "sum",
     "program",
@@ -188,7 +188,8 @@ def _program_reply(system, text, example, careful, rng) -> str:
         if not careful:
             return "CORRECT"
         worked, result = _steps(fill(tried[-1], numbers), rng)
-        return _verdict(worked, result, target)
+        verdict = "CORRECT" if result == target else "INCORRECT"
+        return f"{worked}{result}?{target};{verdict}"
     untried = [f for f in FORMULAS if f not in tried]
     return PROGRAMS[rng.choice(untried if careful and untried else FORMULAS)]
 
@@ -196,10 +197,7 @@ def _program_reply(system, text, example, careful, rng) -> str:
 def _chain_reply(system, text, careful, rng) -> str:
     chain, boxed = _CHAIN.search(text).group(), re.findall(r"\\boxed\{(\d)\}", text)
     if system == "Check.":
-        worked, left = _steps(chain, rng)
-        if not careful or len(left) > 1 or not boxed:  # a long chain can't be checked in one reply
-            return "CORRECT"
-        return _verdict(worked, left, boxed[-1])
+        return "CORRECT"  # checking a chain would be the same work as finding it: not done
     handed_on = text.partition("[first]")[2]
     if handed_on and boxed:
         return rf"\boxed{{{boxed[-1]}}}"  # the agent before has finished it
@@ -208,10 +206,6 @@ def _chain_reply(system, text, careful, rng) -> str:
         return rf"\boxed{{{value(chain) if right else rng.randrange(MODULUS)}}}"
     worked, left = _steps(_CHAIN.findall(handed_on)[-1] if handed_on else chain, rng)
     return worked + (left if len(left) > 1 else rf"\boxed{{{left}}}")
-
-
-def _verdict(worked: str, result: str, claimed: str) -> str:
-    return f"{worked}{result}?{claimed};{'CORRECT' if result == claimed else 'INCORRECT'}"
 
 
 def _steps(chain: str, rng: random.Random) -> tuple[str, str]:

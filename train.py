@@ -56,11 +56,12 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from transformers.utils.logging import disable_progress_bar
 
 import design
 import toy
 from advantage import designer_advantages, executor_advantages
-from data import DataError, load, step_tasks
+from data import DATASETS, DataError, load, step_tasks
 from engine import TorchEngine
 from evaluate import (
     CHAT_KWARGS,
@@ -90,6 +91,7 @@ from sandbox import SandboxError, ScriptPool, configure, in_force
 from sft import Example, batches, collect, cosine, encode, supervised_loss
 
 BETAS = (0.9, 0.95)  # of every AdamW here
+ORACLE_TASKS = 240  # held-out tasks on which every structure is tried
 ZERO_STEPS = 10  # so many steps in a row without any reward are worth a warning
 
 
@@ -107,7 +109,10 @@ class Config:
     resume: str = setting("", "a run folder: go on after its last checkpoint, with its settings")
     seed: int = setting(0, "all sampling seeds and the toy's first weights derive from it")
     model: str = setting("", "model folder to start from; toy without it: new weights, cold start")
-    data: str = setting("", "training tasks from a file (JSONL or Parquet); default: the preset's")
+    data: str = setting(
+        "",
+        "training tasks: a file (JSONL, Parquet) or a data set of data.py; default: the preset's",
+    )
 
     train: str = setting(
         "stagewise",
@@ -163,10 +168,10 @@ class Config:
 
 PRESETS = {
     "toy": dict(
-        steps=100,
+        steps=80,
         stage_length=10,
         tasks_per_step=16,
-        lr=1e-4,
+        lr=2.5e-4,
         updates_per_step=1,
         designer_max_tokens=toy.DESIGNER_TOKENS,
         executor_max_tokens=toy.EXECUTOR_TOKENS,
@@ -184,16 +189,23 @@ PRESETS = {
 }
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line; the usage of 40 flags would hide it."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
+
+
 def parse(argv: list[str] | None = None) -> Config:
     """Command line -> Config, in two passes: the preset first, then what the user gave.
 
     >>> parse(["--steps", "3"]).steps, parse([]).lr
-    (3, 0.0001)
+    (3, 0.00025)
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="toy")
     preset = first.parse_known_args(argv)[0].preset
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="train.py",
         description="Train a model to design and to execute multi-agent systems (MetaAgent-X).",
         epilog="Without arguments: the toy preset, a complete run on a laptop in minutes.",
@@ -202,9 +214,10 @@ def parse(argv: list[str] | None = None) -> Config:
     )
     if preset not in PRESETS:
         parser.error(f"no preset {preset}: give one of {', '.join(PRESETS)}")
+    defaults = {"preset": preset, **PRESETS[preset]}
     for f in dataclasses.fields(Config):
         kind = {"int": int, "float": float, "str": str, "bool": None}[f.type]
-        options = {"default": PRESETS[preset].get(f.name, f.default), "help": f.metadata["help"]}
+        options = {"default": defaults.get(f.name, f.default), "help": f.metadata["help"]}
         if kind is None:
             options["action"] = argparse.BooleanOptionalAction
         else:
@@ -213,7 +226,12 @@ def parse(argv: list[str] | None = None) -> Config:
     config = Config(**vars(parser.parse_args(argv)))
     try:
         check(config)
-    except UsageError as error:
+        if config.resume and config != Config(**defaults | {"resume": config.resume}):
+            raise UsageError("--resume goes on with the run's own settings: give no other flag")
+        if config.designer_prompt:
+            prompt = Path(config.designer_prompt).read_text(encoding="utf-8")
+            config = dataclasses.replace(config, designer_prompt=prompt)
+    except (UsageError, OSError) as error:
         parser.error(str(error))
     return config
 
@@ -233,8 +251,11 @@ def check(config: Config) -> None:
     if config.temperature != 1.0:
         raise UsageError("--temperature must be 1 in training: another one trains another policy")
     for name in ("model", "data", "resume", "designer_prompt"):
-        if getattr(config, name) and not Path(getattr(config, name)).exists():
-            raise UsageError(f"--{name.replace('_', '-')}: no {getattr(config, name)}: give a path")
+        given = getattr(config, name)
+        if given and not Path(given).exists() and not (name == "data" and given in DATASETS):
+            raise UsageError(f"--{name.replace('_', '-')}: there is no {given}: give a path")
+    if config.resume and not (Path(config.resume) / "config.json").exists():
+        raise UsageError(f"{config.resume} has no config.json: give a run folder, like runs/toy")
     if config.preset != "toy" and not config.model:
         raise UsageError("--model is missing: give a model folder")
     if config.preset != "toy" and not config.data:
@@ -723,11 +744,19 @@ def train_step(step: int, state: State, world: World, pool, config: Config) -> t
     if config.train == "single":
         runs = config.n_designs * config.n_executions
         plan = {"scripts": [world.scripts["single"]], "n_executions": runs}
+    scoring: list[float] = []  # seconds, over all threads; they run beside the rollout
+
+    def timed_score(task, response: str) -> float:
+        started = time.monotonic()
+        reward = score(task, response, code=config.code_reward)
+        scoring.append(time.monotonic() - started)
+        return reward
+
     rolled = rollout(
         tasks,
         state.engine,
         pool,
-        functools.partial(score, code=config.code_reward),
+        timed_score,
         seed=config.seed,
         step=step,
         **plan,
@@ -764,6 +793,7 @@ def train_step(step: int, state: State, world: World, pool, config: Config) -> t
     )
     metrics |= {
         "seconds/rollout": rolled_out - began,
+        "seconds/reward": sum(scoring),
         "seconds/train": trained - rolled_out,
         "seconds/sync": done - trained,
         "seconds/step": done - began,
@@ -894,8 +924,9 @@ def final_tables(engines: tuple, results: tuple, world: World, pool, config: Con
         success["old designer, new executor"] = held_out(first, world, pool, config, last)
     success["after"] = after
     options = rollout_options(config, world) | {"seed": config.seed}
+    tasks = world.eval_tasks[:ORACLE_TASKS]
     oracles = {
-        name: oracle_table(world.eval_tasks, engine, pool, score, world.scripts, **options)
+        name: oracle_table(tasks, engine, pool, score, world.scripts, **options)
         for name, engine in (("before", first), ("after", last))
     }
     parts = [success_table(success), shares_table({"before": before, "after": after})]
@@ -914,7 +945,8 @@ def print_header(config: Config, folder: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    config = parse(argv)
+    config, folder = parse(argv), None
+    disable_progress_bar()  # of Transformers, whose bars would break ours
     try:
         configure(config.isolation)
         if config.resume:
@@ -932,7 +964,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"train.py: failed: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"\ninterrupted; go on with: python train.py --resume {folder}", file=sys.stderr)
+        go_on = f"go on with: python train.py --resume {folder}" if folder else "nothing was made"
+        print(f"\ninterrupted; {go_on}", file=sys.stderr)
         return 130
     return 0
 

@@ -1,6 +1,6 @@
 """Peak memory and CPU time of chunked log-probs against the plain way, forward and backward.
 
-    python tests/bench_logprobs.py                     # about a minute and 6 GB on one core
+    python tests/bench_logprobs.py                     # some minutes on one core, 6 GB
     python tests/bench_logprobs.py --tokens 1024 --hidden 256 --chunk 64
 
 Each measurement is a fresh process, because the peak of a process (ru_maxrss) never goes down. A

@@ -115,7 +115,6 @@ FORMS = {
     "another fence after": "{fenced}\nIt prints\n```\n42\n```\nor ```7```.",
     "other code before": "First\n```python\nprint(1)\n```\nthen\n{fenced}",
     "code talk in prose": "It is in <code> tags:\n<code>\n{fenced}\n</code>\nSee <code>w</code>.",
-    "windows line ends": "<code>\r\n{fenced}\r\n</code>",
 }
 
 
@@ -133,12 +132,15 @@ def test_forms(form, script):
 
 
 @pytest.mark.parametrize(
-    "form", ["code only", "code never closed", "fence never closed", "both never closed"]
+    "form",
+    ["code and fence", "code only", "code never closed", "fence never closed", "both never closed"],
 )
-def test_marks_keep_what_stands_before_the_imports(form):
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_marks_keep_what_stands_before_the_imports(form, line_end):
     script = 'PROMPT = "p"\n' + SCRIPT.replace('"p"', "PROMPT")
     text = FORMS[form].format(script=script, fenced=f"```python\n{script}```")
-    assert extract_script(text).strip() == script.strip()
+    source = extract_script(text.replace("\n", line_end))
+    assert source.replace(line_end, "\n").strip() == script.strip()
 
 
 def test_imports_before_the_workflow_import_are_kept():
@@ -332,7 +334,15 @@ STRUCTURE_CASES = [
     ("reflection", "w.add_node(ReflectionNode('r', agent=a, critic_agent=b))"),
     ("reflection", "from workflow import ReflectionNode as R\nw.add_node(R('r', a))"),
     ("debate", "d = {'d': [a, b]}\nw.add_node(DebateNode('d', d['d'], judge=c))"),
-    ("debate", "d = {}\nd['x'] = DebateNode('d', [a, b])\nw.add_node(d['x'])"),
+    (
+        "debate",
+        "d, unused = {}, EnsembleNode('e', [c])\n"
+        "d['x'] = DebateNode('d', [a, b])\nw.add_node(d['x'])",
+    ),
+    (
+        "reflection",
+        "unused, r = EnsembleNode('e', [a]), ReflectionNode('r', b)\nw.add_node(r)",
+    ),
     (
         "router",
         "routes = {'x': a}\nroutes['y'] = b\nw.add_node(RouterNode('r', routes, lambda q: 'x'))",

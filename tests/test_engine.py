@@ -196,6 +196,20 @@ def test_identical_prompts_are_run_once_and_answered_each():
     assert done["a"].output_ids == done["b"].output_ids == completions[3].output_ids
 
 
+def test_cancelled_calls_leave_nothing_behind():
+    model, tokenizer = random_tiny()
+    engine = TorchEngine(model, tokenizer, max_batch=3)
+    for i, text in enumerate(texts_of(7)):
+        engine.submit(i, ask(text), max_tokens=9, temperature=1.0, seed=50 + i)
+    engine.step()
+    engine.step()
+    engine.cancel_all()
+    assert engine.pending() == 0 and engine.step() == []
+    engine.load_weights(model.named_parameters())
+    fresh = TorchEngine(model, tokenizer, max_batch=3)
+    assert run(engine, texts_of(4)) == run(fresh, texts_of(4))
+
+
 # --- log-probs, ids, stops -----------------------------------------------------------------------
 
 
@@ -487,6 +501,8 @@ def test_scripted_engine_answers_what_was_submitted():
         return f"reply to {messages[0]['content']}"
 
     scripted = ScriptedEngine(reply)
+    scripted.submit("dropped", ask("zero"), max_tokens=5, temperature=1.0, seed=10)
+    scripted.cancel_all()
     scripted.submit("a", ask("one"), max_tokens=5, temperature=1.0, seed=11)
     scripted.submit("b", ask("two"), max_tokens=5, temperature=0.0, seed=12)
     assert scripted.pending() == 2 and not seen

@@ -490,7 +490,7 @@ def test_every_case_as_an_ordinary_user(tmp_path):
         ("seccomp", "datagram_pair"),
         ("landlock", "read_secret"),
         ("landlock", "import_project"),
-        ("capabilities", "rlimit_raise"),
+        ("capabilities", "capset"),
     ],
 )
 def test_each_layer_is_what_stops_a_case(layer, name):
@@ -499,7 +499,8 @@ def test_each_layer_is_what_stops_a_case(layer, name):
         pytest.skip("only root has any")
     must, code, stdin, expected, fn_name = CASES[name]
     case = [code, stdin, fn_name, {}]
-    others = ["landlock"] if name == "kill_parent" else []  # it scopes signals, too
+    # Landlock scopes signals, too; seccomp refuses chroot to root and everybody.
+    others = {"kill_parent": ["landlock"], "capset": ["seccomp"]}.get(name, [])
     outcome = drive([case], isolation="best", without=[layer, *others])
     assert outcome["results"][0][1] == "ESCAPED\n"
 
@@ -533,10 +534,6 @@ def test_result_fields():
         ("import os; os.kill(os.getpid(), 9)", "SIGKILL"),
         ("import ctypes; ctypes.string_at(0)", "SIGSEGV"),
         ("def f(:", "SyntaxError: invalid syntax"),
-        (
-            "import atexit\natexit.register(lambda: 1/0)\nimport os\nraise KeyError(1)",
-            "KeyError: 1",
-        ),
         ("import sys\ndel sys.stdout.flush\nsys.exit(1)", None),
         ("a\0b", None),
     ],
@@ -585,7 +582,7 @@ def test_call_mode():
         '["x", {"k": null}]'
     )
     assert call("class Solution:\n def f(self): return Counter('aab')['a']", "") == "2"
-    assert json.loads(call("def f(n): return 10 ** n", "5000")[:4999]) == 10**4998
+    assert call("def f(n): return 10 ** n", "5000") == "1" + "0" * 5000
     result = sandbox.run_program("def f(): return {1, 2}", fn_name="f")
     assert (result.status, result.result) == ("error", None)
     with pytest.raises(sandbox.SandboxError, match="could not be set up.*JSON"):
@@ -602,7 +599,7 @@ def test_numpy_can_be_imported():
 
 def test_a_sandbox_that_cannot_be_set_up_is_our_fault():
     with pytest.raises(sandbox.SandboxError, match="could not be set up"):
-        sandbox.run_program("print(1)", memory_mb=1)
+        sandbox.run_program("print(1)", cpu_s=1e30)
 
 
 def test_threads_share_the_workers():
@@ -1013,12 +1010,12 @@ def test_a_sleeper_times_out_and_holds_nobody_up():
                     pool.reply(event.key, ["r"])
                 else:
                     ended.append(event)
-        assert [(e.key, e.status) for e in ended][-1] == (0, "timeout")
-        assert sorted((e.key, e.status, e.answer) for e in ended[:2]) == [
+        assert sorted((e.key, e.status, e.answer) for e in ended) == [
+            (0, "timeout", None),
             (1, "ok", "r"),
             (2, "ok", "r"),
         ]
-        assert ended[-1].error == "no message within 1.5 s"
+        assert {e.error for e in ended if e.key == 0} == {"no message within 1.5 s"}
         assert time.monotonic() - began < 30
 
 
@@ -1081,10 +1078,7 @@ def test_close_kill_and_exceptions_leave_no_process_and_no_descriptor():
         while len(children(server)) > 2 and time.monotonic() < until:
             time.sleep(0.02)
         assert len(children(server)) == 2
-        pool.start(
-            "tool",
-            'import os\nos.write(3, b\'{"python": "import time; time.sleep(9)"}\\n\')\nos.read(3, 9)',
-        )
+        pool.start("tool", API + "tell({'python': 'import time; time.sleep(9)'}); reply()")
         assert pool.poll(0.5) == []
         1 / 0  # noqa: B018
     assert gone([server, *scripts])
@@ -1217,9 +1211,10 @@ def test_a_stopped_server_does_not_hang_the_host(monkeypatch):
 def test_the_pool_reports_lost_scripts_and_starts_again():
     with sandbox.ScriptPool({"api": API}) as pool:
         pool.start("done", "from api import *\ntell({'answer': 'kept'})")
-        while not pool._events:
-            pool._selector.select(0.1)
-            pool._read_server() if children(pool._server.process.pid) == [] else None
+        wait_for_children(pool._server.process.pid, 1)
+        while children(pool._server.process.pid):
+            time.sleep(0.02)
+        time.sleep(0.3)  # reaped, and so reported
         pool.start("lost", "import time; time.sleep(600)")
         scripts = wait_for_children(pool._server.process.pid, 1)
         os.kill(pool._server.process.pid, signal.SIGKILL)
