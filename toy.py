@@ -44,14 +44,8 @@ from data import Task
 from engine import ScriptedEngine
 
 KINDS = ("product", "sum", "program")
+# The teacher's tasks: more of the kinds that leave fewer correct traces.
 COLD_START_KINDS = ("product", "sum", "program", "sum", "sum", "program", "sum")
-    "product",
-    "sum",
-    "program",
-    "program",
-    "sum",
-    "program",
-)  # what takes more calls, less
 MODULUS = 7
 EXECUTOR_TOKENS = 24
 DESIGNER_TOKENS = 16

@@ -24,7 +24,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import reward  # noqa: E402 - after the path
 
 MADE_UP = r"""204|025|073|321|809|7|-50|1.25|\frac{14}{3}|3\sqrt{13}|6-5i|\frac{\pi}{6}|2516_8
-90^\circ|\text{Evelyn}|x^3+3x-6|(a+5)(b+2)|1,-2|3, 5, 7|1 \pm \sqrt{19}|\left( 3, \frac{\pi}{2} \right)|(3,4]
+90^\circ|\text{Evelyn}|x^3+3x-6|(a+5)(b+2)|1,-2|3, 5, 7|1 \pm \sqrt{19}|( 3, \frac{\pi}{2} )|(3,4]
 \begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix}|5x - 7y + 11z + 4 = 0|10,\!080|\cot x|(2,\infty)|540"""
 
 

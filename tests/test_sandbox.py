@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import resource
+import select
 import shutil
 import signal
 import socket
@@ -1211,10 +1212,7 @@ def test_a_stopped_server_does_not_hang_the_host(monkeypatch):
 def test_the_pool_reports_lost_scripts_and_starts_again():
     with sandbox.ScriptPool({"api": API}) as pool:
         pool.start("done", "from api import *\ntell({'answer': 'kept'})")
-        wait_for_children(pool._server.process.pid, 1)
-        while children(pool._server.process.pid):
-            time.sleep(0.02)
-        time.sleep(0.3)  # reaped, and so reported
+        assert select.select([pool._scripts["done"].leash.sock], [], [], 60)[0]  # reported
         pool.start("lost", "import time; time.sleep(600)")
         scripts = wait_for_children(pool._server.process.pid, 1)
         os.kill(pool._server.process.pid, signal.SIGKILL)
