@@ -1001,13 +1001,13 @@ def math_equal(prediction: str, gold: str, *, tolerance: float | None = None) ->
     return _decide(_answer(prediction), gold, tolerance)
 
 
-def math_reward(response: str, gold: str, **kw) -> float | None:
-    r"""1.0 or 0.0; 0.0 without a box; None if the gold is unusable. `kw`: as math_equal.
+def math_reward(response: str, gold: str, *, tolerance: float | None = None) -> float | None:
+    r"""1.0 or 0.0; 0.0 without a box; None if the gold is unusable. Otherwise as math_equal.
 
     >>> math_reward(r"\boxed{5}", "5"), math_reward("It is 5.", "5"), math_reward(r"\boxed{5}", "")
     (1.0, 0.0, None)
     """
-    equal = _decide(extract_answer(response) or "", gold, kw.get("tolerance"))
+    equal = _decide(extract_answer(response) or "", gold, tolerance)
     return None if equal is None else float(equal)
 
 
@@ -1193,9 +1193,6 @@ def code_reward(
         raise ValueError(f"{len(inputs)} inputs but {len(outputs)} outputs: drop this task")
     same = _same_result if fn_name else _same_stdout
     limits = {"cpu_s": cpu_s, "wall_s": wall_s, "memory_mb": memory_mb}
-    if fn_name and not re.search(rf"\b{re.escape(fn_name)}\b", program):
-        # the sandbox's prelude has names like `add`; they are not the program's
-        return CodeVerdict(0, len(inputs), ["error"] * (1 if stop_early else len(inputs)))
     per_test: list[str] = []
     for stdin, expected in zip(inputs, outputs, strict=True):
         run = sandbox.run_program(program, stdin, fn_name=fn_name, **limits)

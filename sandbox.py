@@ -79,6 +79,7 @@ How to run it alone: `python sandbox.py`. Standard library; Python >= 3.11; x86_
 import atexit
 import builtins
 import collections
+import contextlib
 import ctypes
 import gc
 import json
@@ -100,7 +101,6 @@ if os.name == "nt":
 import resource
 
 if __name__ != "fork_server":  # the host's half
-    import contextlib
     import queue
     import subprocess
     import weakref
@@ -110,13 +110,13 @@ LINUX = sys.platform.startswith("linux")
 LAYERS = ("fork server", "rlimits", "capabilities", "landlock", "seccomp")
 STDERR_CAP = 1 << 16  # bytes of standard error that come back: the last ones
 _LENGTH = struct.Struct("=Q")
-# The server's report: job, exit code or -signal, CPU seconds, wall seconds, why it was killed,
-# and the sizes of what follows: standard output, standard error, result, and what failed.
-_REPORT = struct.Struct("=Qidd8s4Q")
+# The server's report of one job: exit code or -signal, CPU seconds, wall seconds, whether the wall
+# limit ended it, and the sizes of what follows: standard output, standard error, result, fault.
+_REPORT = struct.Struct("=idd?4Q")
 
 
 # ---------------------------------------------------------------------------------------------
-# Frames between the host and the fork server: a length, then that many bytes
+# Between the host and the fork server: frames of a length and that many bytes
 # ---------------------------------------------------------------------------------------------
 
 
@@ -156,12 +156,12 @@ class _Stream:
     """A socket in a selector, with buffers: nobody ever waits for a peer that doesn't read."""
 
     def __init__(self, sock: socket.socket, selector, owner=None):
+        sock.setblocking(False)
         self.sock, self.selector, self.owner = sock, selector, owner
         self.received, self.unsent = bytearray(), bytearray()
-        self.open = True
+        self.open, self.events = True, selectors.EVENT_READ
         self.last = False  # close when all is sent
         self.refused = False  # the peer ended without reading all that was sent
-        self.events = selectors.EVENT_READ
         selector.register(sock, self.events, self)
 
     def fill(self, fds: collections.deque | None = None) -> bool:
@@ -170,20 +170,20 @@ class _Stream:
             if fds is None:
                 data = self.sock.recv(1 << 16)
             else:
-                data, passed, _, _ = self.sock.recvmsg(1 << 16, socket.CMSG_SPACE(4))
-                fds.extend(struct.unpack("=i", fd[:4])[0] for _, _, fd in passed)
+                data, passed, _, _ = self.sock.recvmsg(1 << 16, socket.CMSG_SPACE(8))
+                for _, _, numbers in passed:
+                    fds.extend(struct.unpack(f"={len(numbers) // 4}i", numbers))
         except BlockingIOError:
             return False
         except OSError:
-            self.refused = True
-            data = b""
+            self.refused, data = True, b""
         self.received += data
         if not data:
             self.close()
         return bool(data)
 
     def send(self, data: bytes = b"") -> None:
-        """Sends what the peer takes now and the rest when it can."""
+        """Sends what the peer takes now, and the rest when it can."""
         self.unsent += data
         try:
             while self.unsent:
@@ -309,61 +309,54 @@ def _sock_fprog(code: bytearray) -> bytes:
     return struct.pack("HxxxxxxP", len(code) // 8, start)
 
 
-def _checked(result: int, what: str) -> int:
-    """The result of a libc call; OSError if it failed."""
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _libc(name: str, *arguments) -> int:
+    """Calls the C library; OSError if it fails."""
+    result = getattr(_LIBC, name)(*arguments)
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{name}: {os.strerror(number)}")
     return result
 
 
-class _Kernel:
-    """The system calls that the standard library has no name for."""
+def _no_new_privileges() -> None:
+    _libc("prctl", 38, 1, 0, 0, 0)
 
-    def __init__(self):
-        libc = ctypes.CDLL(None, use_errno=True)
-        self.syscall, self.prctl = libc.syscall, libc.prctl
-        self.syscall.restype = ctypes.c_long
-        self.capset = libc.capset
 
-    def drop_capabilities(self) -> None:
-        """Root without any privilege, for good. Nothing to do for anybody else."""
-        for capability in range(64):
-            self.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP; fails above the last one
-        header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
-        _checked(self.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+def _enter_seccomp(program: bytes) -> None:
+    _libc("prctl", 22, 2, program, 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
-    def no_new_privileges(self) -> None:
-        _checked(self.prctl(38, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
 
-    def landlock_ruleset(self, folders: list[str]) -> int:
-        """A descriptor of the rules: read `folders` and a few files, write /dev/null. No more."""
-        create, add = 444, 445
-        abi = _checked(self.syscall(create, None, ctypes.c_size_t(0), 1), "Landlock")
-        rights = (1 << (13, 14, 15, 15, 16)[min(abi, 5) - 1]) - 1  # all that this kernel knows
-        network = 3 if abi >= 4 else 0  # TCP bind and connect
-        scope = 3 if abi >= 6 else 0  # abstract sockets and signals
-        attributes = struct.pack("=QQQ", rights, network, scope)
-        size = ctypes.c_size_t(24 if abi >= 6 else 16 if abi >= 4 else 8)
-        ruleset = _checked(self.syscall(create, attributes, size, 0), "Landlock")
-        write_file, read_file, read_folder = 1 << 1, 1 << 2, 1 << 3
-        access = dict.fromkeys(folders, read_file | read_folder)
-        access |= dict.fromkeys(("/dev/urandom", "/dev/zero", "/etc/ld.so.cache"), read_file)
-        access["/dev/null"] = read_file | write_file
-        for path, allowed in access.items():
-            if os.path.exists(path):
-                fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-                allowed &= -1 if os.path.isdir(path) else read_file | write_file
-                rule = struct.pack("=Qi", allowed, fd)
-                _checked(self.syscall(add, ruleset, 1, rule, 0), f"Landlock rule for {path}")
-                os.close(fd)
-        return ruleset
+def _drop_capabilities() -> None:
+    """Root without any privilege, for good. Nothing to do for anybody else."""
+    for capability in range(64):
+        _LIBC.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP; fails above the last one
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+    _libc("capset", header, (ctypes.c_uint32 * 6)())
 
-    def enter_landlock(self, ruleset: int) -> None:
-        _checked(self.syscall(446, ruleset, 0), "Landlock")
 
-    def enter_seccomp(self, program: bytes) -> None:
-        _checked(self.prctl(22, 2, program, 0, 0), "seccomp")  # PR_SET_SECCOMP, MODE_FILTER
+def _landlock_ruleset(folders: list[str]) -> int:
+    """A descriptor of the rules: read `folders` and a few files, write /dev/null. No more."""
+    create_ruleset, add_rule = 444, 445
+    abi = _libc("syscall", create_ruleset, None, ctypes.c_size_t(0), 1)
+    rights = (1 << (13, 14, 15, 15, 16)[min(abi, 5) - 1]) - 1  # all that this kernel knows
+    tcp, scope = 3 if abi >= 4 else 0, 3 if abi >= 6 else 0  # scope: abstract sockets, signals
+    attributes = struct.pack("=QQQ", rights, tcp, scope)
+    size = ctypes.c_size_t(24 if abi >= 6 else 16 if abi >= 4 else 8)
+    ruleset = _libc("syscall", create_ruleset, attributes, size, 0)
+    write_file, read_file, read_folder = 1 << 1, 1 << 2, 1 << 3
+    access = dict.fromkeys(folders, read_file | read_folder)
+    access |= dict.fromkeys(("/dev/urandom", "/dev/zero", "/etc/ld.so.cache"), read_file)
+    access["/dev/null"] = read_file | write_file
+    for path, allowed in access.items():
+        if os.path.exists(path):
+            fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            allowed &= -1 if os.path.isdir(path) else read_file | write_file
+            _libc("syscall", add_rule, ruleset, 1, struct.pack("=Qi", allowed, fd), 0)
+            os.close(fd)
+    return ruleset
 
 
 # ---------------------------------------------------------------------------------------------
@@ -397,42 +390,37 @@ def _child(server, job, source: bytes, stdin: bytes, third: int | None) -> None:
 def _lock_in(server, job, third: int | None) -> None:
     signal.set_wakeup_fd(-1)
     os.setsid()
-    if server.kernel:
-        server.kernel.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-        if os.getppid() != server.pid:
-            raise ProcessLookupError("the fork server ended")
+    if LINUX:
+        _libc("prctl", 1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != server.pid:
+        raise ProcessLookupError("the fork server ended")
     if server.ruleset is not None:
-        server.kernel.enter_landlock(server.ruleset)
+        _libc("syscall", 446, server.ruleset, 0)  # landlock_restrict_self
     if third is not None:
         os.dup2(third, 3)
     os.closerange(3 if third is None else 4, server.ready)
     os.closerange(server.ready + 1, server.highest_fd + 1)
-    limits = {
-        resource.RLIMIT_FSIZE: job.output_cap,
-        resource.RLIMIT_NOFILE: 32,
-    }
+    _limit(resource.RLIMIT_FSIZE, job.output_cap)
+    _limit(resource.RLIMIT_NOFILE, 32)
     if LINUX:
-        limits[resource.RLIMIT_AS] = job.memory_mb << 20
+        _limit(resource.RLIMIT_AS, job.memory_mb << 20)
     else:
-        limits[resource.RLIMIT_NPROC] = 1  # no forks; on Linux it would count threads
-    for which, value in limits.items():
-        _limit(which, value)
+        _limit(resource.RLIMIT_NPROC, 1)  # no forks; on Linux it would count threads
     cpu_s = math.ceil(job.cpu_s)
     _limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)  # SIGXCPU says why; SIGKILL if it is ignored
     gc.enable()
     if server.child_filter is not None:
         for offset in server.pid_offsets:
             struct.pack_into("=I", server.child_code, offset, os.getpid())
-        server.kernel.enter_seccomp(server.child_filter)
+        _enter_seccomp(server.child_filter)
 
 
 def _limit(which: int, soft: int, hard: int | None = None) -> None:
     """Sets a limit, never above the hard one that is there."""
-    most = resource.getrlimit(which)[1]
-    wanted = (soft, soft if hard is None else hard)
+    most, hard = resource.getrlimit(which)[1], soft if hard is None else hard
     if most != resource.RLIM_INFINITY:
-        wanted = tuple(min(value, most) for value in wanted)
-    resource.setrlimit(which, wanted)
+        soft, hard = min(soft, most), min(hard, most)
+    resource.setrlimit(which, (soft, hard))
 
 
 def _run(server, job, source: str, arguments: list) -> int:
@@ -485,14 +473,6 @@ def _call(names: dict, fn_name: str, arguments: list) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-class _Job(types.SimpleNamespace):
-    """One job: the fields that the host sent (see `_job`), and in the server:"""
-
-    killed = ""  # why: "wall" | "channel" | "host"
-    stdin = 0  # its descriptor; 0: the server's own, /dev/null
-    files = ()  # descriptors of standard output, standard error and, in call mode, the result
-
-
 def _blank_file() -> int:
     """A descriptor of an empty file without a name: it is gone with its last descriptor."""
     if LINUX:
@@ -519,43 +499,49 @@ for key, value in sorted(f(5).items()):
 """
 
 
+class _Job(types.SimpleNamespace):
+    """One job: the fields that the host sent (see `_job_frame`), and in the server:"""
+
+    leash = None  # the job's stream to the host: whatever comes on it, even its end, ends the job
+    wall_hit = False
+    stdin = 0  # descriptor; 0: the server's own, /dev/null
+    files = ()  # descriptors of standard output, standard error and, in call mode, the result
+
+
 class _ForkServer:
     """Reads jobs, forks, reports how they ended. One thread, and it never waits for a peer."""
 
     def __init__(self, main: socket.socket, config: dict):
-        self.pid = os.getpid()
-        self.selector = selectors.DefaultSelector()
+        self.pid, self.selector = os.getpid(), selectors.DefaultSelector()
         self.jobs: dict[int, _Job] = {}  # by pid
-        self.ready_pids: set[int] = set()
-        self.fds: collections.deque[int] = collections.deque()  # passed by the host, one a job
+        self.ready_pids: set[int] = set()  # of children that said so and are not reaped yet
+        self.fds: collections.deque[int] = collections.deque()  # passed by the host for its jobs
         self.ready_out, self.ready = os.pipe()
         self.wake, self.wake_in = os.pipe()
         for fd in (self.ready_out, self.wake, self.wake_in):
             os.set_blocking(fd, False)
-        self.highest_fd = self.wake_in
         self.prelude: dict = {}
         exec(config["prelude"], self.prelude)
+        self.prelude |= builtins.__dict__
         for name, code in config["modules"].items():
             sys.modules[name] = module = types.ModuleType(name)
             exec(code, module.__dict__)
+        self.ruleset = self.child_filter = None
         self.missing = self._take_layers(config)
+        self.highest_fd = max(main.fileno(), self.wake_in, self.ruleset or 0)
         _limit(resource.RLIMIT_CORE, 0)
         _limit(resource.RLIMIT_STACK, 64 << 20)
-        _limit(resource.RLIMIT_NOFILE, 1 << 16)
-        builtins.exit = builtins.quit = sys.exit  # else added by site, which runs .pth files
-        self.prelude |= builtins.__dict__
+        _limit(resource.RLIMIT_NOFILE, 10_000)
         sys.setrecursionlimit(200_000)
         sys.argv[:] = ["main.py"]
         self.main = _Stream(main, self.selector)
 
     def _take_layers(self, config: dict) -> dict[str, str]:
-        """Prepares the layers that the machine has; {name: why} of those that it has not."""
-        self.kernel = _Kernel() if LINUX else None
-        self.ruleset = self.child_filter = None
+        """Takes or prepares what the machine has; {layer: why} of what it has not."""
         missing = {} if LINUX else {"memory limit": f"{sys.platform} ignores RLIMIT_AS"}
         for name, take in (
-            ("landlock", lambda: self._take_landlock(config["folders"])),
-            ("capabilities", lambda: self.kernel.drop_capabilities()),
+            ("landlock", self._take_landlock),
+            ("capabilities", lambda _: _drop_capabilities()),
             ("seccomp", self._take_seccomp),
         ):
             try:
@@ -563,22 +549,22 @@ class _ForkServer:
                     raise OSError("left out by configure(without=...)")
                 if not LINUX:
                     raise OSError(f"{sys.platform} has none")
-                take()
+                take(config["folders"])
             except OSError as error:
                 missing[name] = str(error)
         return missing
 
     def _take_landlock(self, folders: list[str]) -> None:
-        self.kernel.no_new_privileges()
-        self.ruleset = self.kernel.landlock_ruleset(folders)
+        _no_new_privileges()
+        self.ruleset = _landlock_ruleset(folders)
 
-    def _take_seccomp(self) -> None:
+    def _take_seccomp(self, _) -> None:
         machine = os.uname().machine
         if machine not in _MACHINES or sys.maxsize < 1 << 32:
             raise OSError(f"no table of system calls for {machine}")
-        self.kernel.no_new_privileges()
+        _no_new_privileges()
         own_code, _ = _seccomp_filter(machine, child=False)
-        self.kernel.enter_seccomp(_sock_fprog(own_code))
+        _enter_seccomp(_sock_fprog(own_code))
         self.child_code, self.pid_offsets = _seccomp_filter(machine, child=True)
         self.child_filter = _sock_fprog(self.child_code)
 
@@ -592,73 +578,55 @@ class _ForkServer:
         gc.collect()
         gc.freeze()  # a collection in a child would touch, and so copy, every page
         while self.main.open:
-            for item, mask in self.selector.select(self._until_deadline()):
-                stream = item.data
-                if stream is None:
+            first = min((job.deadline for job in self.jobs.values()), default=math.inf)
+            wait_s = None if first == math.inf else max(0.0, first - time.monotonic())
+            for item, mask in self.selector.select(wait_s):
+                if item.data is None:
                     os.read(self.wake, 4096)
                     self._reap()
-                elif mask & selectors.EVENT_WRITE and stream.open:
-                    stream.send()
-                elif stream.open:
-                    self._read(stream)
+                elif item.data.open:
+                    self._serve_stream(item.data, mask)
             now = time.monotonic()
             for pid, job in self.jobs.items():
-                if now > job.deadline and not job.killed:
-                    self._kill(pid, "wall")
+                if now > job.deadline:
+                    job.wall_hit, job.deadline = True, math.inf
+                    _kill(pid)
         for pid in self.jobs:
-            self._kill(pid, "host")
+            _kill(pid)
 
-    def _until_deadline(self) -> float | None:
-        first = min((job.deadline for job in self.jobs.values()), default=math.inf)
-        return None if first == math.inf else max(0.0, first - time.monotonic())
-
-    def _read(self, stream: _Stream) -> None:
-        if stream is self.main:
+    def _serve_stream(self, stream: _Stream, mask: int) -> None:
+        if mask & selectors.EVENT_WRITE:
+            stream.send()
+        elif stream is self.main:
             stream.fill(self.fds)
             while (payload := _unpack(stream.received)) is not None:
-                self._handle(*marshal.loads(payload))
-        elif not stream.fill():  # the host no longer waits for this program
+                self._start(*marshal.loads(payload))
+        else:
+            stream.fill()
             for pid, job in self.jobs.items():
-                if job.owner is stream:
-                    self._kill(pid, "host")
+                if job.leash is stream:
+                    _kill(pid)
 
-    def _kill(self, pid: int, why: str) -> None:
-        self.jobs[pid].killed = self.jobs[pid].killed or why
-        _kill_group(pid)
-        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
-
-    def _handle(self, header: dict, source: bytes, stdin: bytes) -> None:
-        if "kill" in header:
-            for pid, job in self.jobs.items():
-                if job.kind == "script" and job.id == header["kill"]:
-                    self._kill(pid, header["why"])
-            return
-        job, passed = _Job(**header), self.fds.popleft()
-        job.owner = self.main
-        if job.kind != "script":
-            job.owner = _Stream(socket.socket(fileno=passed), self.selector)
-            job.owner.last = True
-        job.started = time.monotonic()
-        job.deadline = job.started + job.wall_s
+    def _start(self, header: dict, source: bytes, stdin: bytes) -> None:
+        job, started = _Job(**header), time.monotonic()
+        passed = [self.fds.popleft() for _ in range(2 if job.kind == "script" else 1)]
+        job.started, job.deadline = started, started + job.wall_s
+        job.leash = _Stream(socket.socket(fileno=passed[0]), self.selector)
         try:
-            pid = self._fork(job, source, stdin, passed)
+            job.files = [_blank_file() for _ in range(3 if job.kind == "call" else 2)]
+            if stdin:
+                job.stdin = _blank_file()
+                os.pwrite(job.stdin, stdin, 0)
+            self.highest_fd = max(self.highest_fd, *passed, job.stdin, *job.files)
+            pid = os.fork()
+            if pid == 0:
+                third = [*passed[1:], *job.files[2:], None][0]
+                _child(self, job, source, stdin, third)
             self.jobs[pid] = job
         except OSError as error:
             self._report(job, fault=f"no process for a job: {error}")
-        if job.kind == "script":
-            os.close(passed)
-
-    def _fork(self, job: _Job, source: bytes, stdin: bytes, passed: int) -> int:
-        job.files = [_blank_file() for _ in range(3 if job.kind == "call" else 2)]
-        if stdin:
-            job.stdin = _blank_file()
-            os.pwrite(job.stdin, stdin, 0)
-        self.highest_fd = max(self.highest_fd, passed, job.stdin, *job.files)
-        pid = os.fork()
-        if pid == 0:
-            third = passed if job.kind == "script" else job.files[2] if job.files[2:] else None
-            _child(self, job, source, stdin, third)
-        return pid
+        for channel in passed[1:]:
+            os.close(channel)
 
     def _reap(self) -> None:
         while self.jobs:
@@ -666,56 +634,56 @@ class _ForkServer:
             if pid == 0:
                 return
             _kill_group(pid)  # what it may have forked where seccomp is missing
-            job, ready = self.jobs.pop(pid), pid in self._drain_ready()
+            job, fault = self.jobs.pop(pid), ""
+            with contextlib.suppress(BlockingIOError):
+                while data := os.read(self.ready_out, 4096):
+                    self.ready_pids.update(struct.unpack(f"={len(data) // 4}i", data))
+            if pid not in self.ready_pids:
+                why = _contents(job.files[1], STDERR_CAP).decode("utf-8", "replace").strip()
+                fault = f"a sandbox could not be set up: {why or status}"
             self.ready_pids.discard(pid)
-            fault = ""
-            if not ready and job.killed != "host":
-                error = _tail(job.files[1]).decode("utf-8", "replace").strip()
-                fault = f"a sandbox could not be set up: {error or job.killed or status}"
             code = os.waitstatus_to_exitcode(status)
             self._report(job, code, usage.ru_utime + usage.ru_stime, fault)
 
-    def _drain_ready(self) -> set[int]:
-        """The pids of children that said that they are ready and are not reaped yet."""
-        try:
-            while data := os.read(self.ready_out, 4096):
-                self.ready_pids.update(struct.unpack(f"={len(data) // 4}i", data))
-        except BlockingIOError:
-            return self.ready_pids
-
     def _report(self, job: _Job, code: int = 0, cpu_s: float = 0.0, fault: str = "") -> None:
-        blobs = [
-            _tail(fd) if i == 1 else os.pread(fd, job.output_cap, 0)
-            for i, fd in enumerate(job.files)
-        ]
+        caps = (job.output_cap, STDERR_CAP, job.output_cap)
+        blobs = [_contents(fd, cap) for fd, cap in zip(job.files, caps, strict=False)]
         blobs += [b""] * (3 - len(blobs)) + [fault.encode()]
         for fd in (*job.files, job.stdin):
             if fd:
                 os.close(fd)
-        if job.owner.open:
+        if job.leash.open:
             wall_s = time.monotonic() - job.started
-            killed, sizes = job.killed.encode(), map(len, blobs)
-            header = _REPORT.pack(job.id, code, cpu_s, wall_s, killed, *sizes)
-            job.owner.send(_pack(header + b"".join(blobs)))
+            numbers = _REPORT.pack(code, cpu_s, wall_s, job.wall_hit, *map(len, blobs))
+            job.leash.last = True
+            job.leash.send(_pack(numbers + b"".join(blobs)))
+
+
+def _kill(pid: int) -> None:
+    """Ends a child that is not reaped yet, so that its pid is still its own."""
+    _kill_group(pid)
+    os.kill(pid, signal.SIGKILL)
 
 
 def _kill_group(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # none yet, or no longer
         os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass  # it has no group yet, or no longer
 
 
-def _tail(fd: int) -> bytes:
-    return os.pread(fd, STDERR_CAP, max(0, os.fstat(fd).st_size - STDERR_CAP))
+def _contents(fd: int, cap: int) -> bytes:
+    """The last `cap` bytes of a file."""
+    size = os.fstat(fd).st_size
+    return os.pread(fd, min(size, cap), max(0, size - cap))
 
 
 def _serve(main: socket.socket) -> None:
-    """The fork server's main function; it ends when the host's socket closes."""
+    """The fork server's main function."""
     config = marshal.loads(_receive(main))
     sys.path += config["site"]
     config["folders"] += sys.path
+    builtins.exit = builtins.quit = sys.exit  # else added by site, which runs .pth files
     server = _ForkServer(main, config)
+    main.setblocking(True)
     main.sendall(_pack(json.dumps(server.missing).encode()))
     main.setblocking(False)
     server.serve()
@@ -774,40 +742,30 @@ class _ServerProcess:
     def __init__(self, modules: dict[str, str], prelude: str = ""):
         if not sys.executable:
             raise SandboxError("sys.executable is empty: run from a Python interpreter")
-        self.lock, self.stopped = threading.Lock(), False
-        self.sock, theirs = socket.socketpair()
         code = marshal.dumps(compile(_SERVER_SOURCE, "sandbox.py", "exec", optimize=2))
-        environment = dict(_ENVIRONMENT)
-        for name in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"):  # the interpreter may need it
-            if name in os.environ:
-                environment[name] = os.environ[name]
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-s", "-S", "-P", "-B", "-c", _START]
-                + [str(theirs.fileno()), str(len(code))],
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                cwd="/",
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C reaches the host alone, and the host decides
-            )
-        _servers.add(self)
-        site = [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))]
         config = {
-            "modules": {
-                name: compile(text, f"<{name}>", "exec", dont_inherit=True)
-                for name, text in modules.items()
-            },
+            "modules": {name: compile(text, name, "exec") for name, text in modules.items()},
             "prelude": prelude,
-            "site": site,
+            "site": [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))],
             "folders": ["/usr/lib", "/lib", "/lib64", "/usr/share/zoneinfo"],
             "without": _settings["without"],
         }
+        self.lock, self.stopped = threading.Lock(), False
+        self.sock, theirs = socket.socketpair()
         self.sock.settimeout(GRACE_S)
+        with theirs:
+            fd = theirs.fileno()
+            options = {"env": _environment(), "cwd": "/", "pass_fds": [fd]}
+            options |= {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+            # In a session of its own: Ctrl-C reaches the host alone, and the host decides.
+            self.process = subprocess.Popen(
+                [sys.executable, "-s", "-S", "-P", "-B", "-c", _START, str(fd), str(len(code))],
+                start_new_session=True,
+                **options,
+            )
+        _servers.add(self)
         try:
-            self.sock.sendall(code)
-            self.sock.sendall(_pack(marshal.dumps(config)))
+            self.sock.sendall(code + _pack(marshal.dumps(config)))
             self.missing: dict[str, str] = json.loads(_receive(self.sock))
         except (EOFError, OSError) as error:
             self.close()
@@ -823,10 +781,12 @@ class _ServerProcess:
                 "seccomp, or accept less with configure('best')"
             )
 
-    def send(self, frame: bytes, fd: int | None = None) -> None:
+    def send(self, frame: bytes, *passed: socket.socket) -> None:
+        """Hands over one job with its sockets. Raises _ServerGone."""
+        fds = [sock.fileno() for sock in passed]
         with self.lock:
             try:
-                sent = socket.send_fds(self.sock, [frame], [fd]) if fd is not None else 0
+                sent = socket.send_fds(self.sock, [frame], fds)
                 self.sock.sendall(memoryview(frame)[sent:])
             except OSError as error:
                 self.sock.close()
@@ -843,6 +803,12 @@ class _ServerProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """All that the server and its children see of the host's environment."""
+    needed = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # the interpreter may need them
+    return _ENVIRONMENT | {name: os.environ[name] for name in needed if name in os.environ}
 
 
 def _default_workers() -> int:
@@ -940,59 +906,48 @@ class RunResult:
     error: str = ""  # one line: the last line of the traceback, the signal, the limit
 
 
-@dataclass
-class _End:
-    """How a child ended, from the server's report: the kernel's word, and bytes."""
+def _verdict(code: int, cpu_s: float, limit_s: float, stderr: str) -> tuple[str, str]:
+    r"""(status, one line why) of a child that ended by itself or by its own limits.
 
-    id: int
-    code: int  # exit code, or minus the signal
-    cpu_s: float
-    wall_s: float
-    killed: str = ""  # why the server killed it: "wall" | "channel" | "host"
-    stdout: str = ""
-    stderr: str = ""
-    result: str = ""
+    code: the exit code, or minus the signal. The kernel sends SIGXCPU at the limit (in whole
+    seconds), SIGKILL a second later. It counts in clock ticks: on a loaded machine the time that
+    it measures may lie below the limit then.
 
-    @classmethod
-    def read(cls, report: bytes) -> "_End":
-        number, code, cpu_s, wall_s, killed, *sizes = _REPORT.unpack_from(report)
-        at, texts = _REPORT.size, []
-        for size in sizes:
-            texts.append(report[at : at + size].decode("utf-8", "replace"))
-            at += size
-        if fault := texts.pop():
-            raise SandboxError(fault)
-        return cls(number, code, cpu_s, wall_s, killed.rstrip(b"\0").decode(), *texts)
-
-    def verdict(self, cpu_limit_s: float) -> tuple[str, str]:
-        r"""(status, one line why).
-
-        The kernel sends SIGXCPU at the limit (in whole seconds) and SIGKILL a second later. It
-        counts in clock ticks, so on a loaded machine the time that it measures may lie below.
-
-        >>> _End(1, 0, cpu_s=0.2, wall_s=0.2).verdict(1.0)
-        ('ok', '')
-        >>> _End(1, -signal.SIGXCPU, cpu_s=0.9, wall_s=2.0).verdict(1.0)
-        ('timeout', 'more than 1 s of CPU time')
-        >>> _End(1, -signal.SIGKILL, cpu_s=0.3, wall_s=0.3).verdict(5.0)
-        ('error', 'SIGKILL')
-        >>> _End(1, 1, 0.1, 0.1, stderr="Traceback ...\nValueError: no\n").verdict(5.0)
-        ('error', 'ValueError: no')
-        """
-        if self.killed == "wall":
-            return "timeout", "the wall limit"
-        if self.cpu_s > cpu_limit_s or self.code == -signal.SIGXCPU:
-            return "timeout", f"more than {cpu_limit_s:g} s of CPU time"
-        if self.code < 0:
-            names = {int(each): each.name for each in signal.Signals}
-            return "error", names.get(-self.code, f"signal {-self.code}")
-        lines = self.stderr.strip().splitlines() or [f"exit code {self.code}"]
-        return ("error", lines[-1]) if self.code else ("ok", "")
+    >>> _verdict(0, 0.2, 1.0, ""), _verdict(0, 1.02, 1.0, "")
+    (('ok', ''), ('timeout', 'more than 1 s of CPU time'))
+    >>> _verdict(-signal.SIGXCPU, 0.9, 1.0, ""), _verdict(-signal.SIGKILL, 0.3, 5.0, "")
+    (('timeout', 'more than 1 s of CPU time'), ('error', 'SIGKILL'))
+    >>> _verdict(1, 0.1, 5.0, "Traceback ...\nValueError: no\n"), _verdict(3, 0.1, 5.0, "")
+    (('error', 'ValueError: no'), ('error', 'exit code 3'))
+    """
+    if cpu_s > limit_s or code == -signal.SIGXCPU:
+        return "timeout", f"more than {limit_s:g} s of CPU time"
+    if code < 0:
+        names = {int(each): each.name for each in signal.Signals}
+        return "error", names.get(-code, f"signal {-code}")
+    lines = stderr.strip().splitlines() or [f"exit code {code}"]
+    return ("error", lines[-1]) if code else ("ok", "")
 
 
-def _job(kind: str, source: str, stdin: str = "", **fields) -> bytes:
-    """The frame of a job. The server and the child read its fields by these names."""
-    header = {"id": 0, "kind": kind, "fn_name": None, "seed": 0, "variables": {}, **fields}
+def _read_report(report: bytes, limit_s: float) -> RunResult:
+    """What the server says about an ended child. Raises SandboxError if it was never ready."""
+    code, cpu_s, wall_s, wall_hit, *sizes = _REPORT.unpack_from(report)
+    at, texts = _REPORT.size, []
+    for size in sizes:
+        texts.append(report[at : at + size].decode("utf-8", "replace"))
+        at += size
+    stdout, stderr, result, fault = texts
+    if fault:
+        raise SandboxError(fault)
+    status, error = _verdict(code, cpu_s, limit_s, stderr)
+    if wall_hit:
+        status, error = "timeout", "the wall limit"
+    return RunResult(status, stdout, stderr, result or None, cpu_s, wall_s, error)
+
+
+def _job_frame(kind: str, source: str, stdin: str = "", **fields) -> bytes:
+    """A job: kind "program", "call" or "script", and what the server and the child read of it."""
+    header = {"kind": kind, "fn_name": None, "seed": 0, "variables": {}, **fields}
     texts = (text.encode("utf-8", "replace") for text in (source, stdin))
     return _pack(marshal.dumps((header, *texts)))
 
@@ -1014,31 +969,30 @@ def run_program(
 
     A program that the fork server's death interrupts is run again, three times in all.
     """
-    frame = _job(
-        "call" if fn_name else "program", source, stdin, fn_name=fn_name, cpu_s=cpu_s,
-        wall_s=wall_s, memory_mb=memory_mb, output_cap=OUTPUT_CAP,
-    )  # fmt: skip
+    limits = {"cpu_s": cpu_s, "wall_s": wall_s, "memory_mb": memory_mb, "output_cap": OUTPUT_CAP}
+    kind = "call" if fn_name else "program"
+    frame = _job_frame(kind, source, stdin, fn_name=fn_name, **limits)
     with _free:
-        end = _End.read(_run_frame(frame, wall_s))
-    status, error = end.verdict(cpu_s)
-    result = end.result if fn_name and status == "ok" else None
-    return RunResult(status, end.stdout, end.stderr, result, end.cpu_s, end.wall_s, error)
+        result = _read_report(_run_frame(frame, wall_s), cpu_s)
+    if result.status != "ok":
+        result.result = None
+    return result
 
 
 def _run_frame(frame: bytes, wall_s: float) -> bytes:
-    """Hands a job to the server and waits for its end, on a socket of the job's own.
+    """Hands a job to the server and waits for the report on the job's leash.
 
-    That socket is also the leash: if this thread leaves (Ctrl-C), it closes, and the job dies.
+    If this thread leaves (Ctrl-C), the leash closes, and the server ends the job.
     """
     for _ in range(3):
         server = _get_server()
-        ours, theirs = socket.socketpair()
-        with ours:
+        leash, theirs = socket.socketpair()
+        with leash:
             try:
                 with theirs:
-                    server.send(frame, theirs.fileno())
-                ours.settimeout(wall_s + GRACE_S)
-                return _receive(ours)
+                    server.send(frame, theirs)
+                leash.settimeout(wall_s + GRACE_S)
+                return _receive(leash)
             except TimeoutError as error:
                 server.process.kill()
                 server.sock.close()
@@ -1138,22 +1092,18 @@ def _text(value, name: str) -> str:
     return value if value.isascii() else value.encode("utf-8", "replace").decode()
 
 
-def _kill_order(script_id: int, why: str) -> bytes:
-    return _pack(marshal.dumps(({"kill": script_id, "why": why}, b"", b"")))
-
-
 class _Script:
     """One live script, in the host."""
 
-    def __init__(self, key, number: int, sock: socket.socket, selector):
-        self.key, self.id = key, number
-        self.channel = _Stream(sock, selector, self)
+    def __init__(self, key, channel: _Stream, leash: _Stream):
+        self.key, self.channel, self.leash = key, channel, leash
+        channel.owner = leash.owner = self
         self.state = "starting"  # "running" | "asked" (waits for texts) | "tool" (for an output)
         self.deadline = time.monotonic() + 2 * GRACE_S  # of the server, until "ready"
         self.lines = self.asked = 0
         self.answer: str | None = None
-        self.violation = self.killed = ""
-        self.end: _End | None = None
+        self.killed = ""  # why we ended it
+        self.end: RunResult | None = None
 
 
 class ScriptPool:
@@ -1182,31 +1132,25 @@ class ScriptPool:
         memory_mb: int = 512,
         deterministic: bool = False,
     ):
-        self.modules, self.max_live = dict(modules), max_live
-        self.cpu_s, self.memory_mb = cpu_s, memory_mb
+        self.modules, self.max_live, self.cpu_s = dict(modules), max_live, cpu_s
         self.step_wall_s = step_wall_s * (10 if deterministic else 1)
-        _allow_descriptors(max_live + 256)
+        self._limits = {"cpu_s": cpu_s, "memory_mb": memory_mb, "output_cap": SCRIPT_OUTPUT_CAP}
+        self._limits["wall_s"] = math.inf  # this pool's step clock instead
+        _allow_descriptors(2 * max_live + 256)
         self._selector = selectors.DefaultSelector()
         self._scripts: dict[object, _Script] = {}
-        self._by_id: dict[int, _Script] = {}
         self._events: list[ScriptEvent] = []
         self._outputs: queue.SimpleQueue = queue.SimpleQueue()  # of {"python": ...} messages
         self._wake, self._wake_in = socket.socketpair()
         self._selector.register(self._wake, selectors.EVENT_READ, None)
-        self._started = 0
-        self._next_check = 0.0
-        self._server: _ServerProcess | None = None
-        self._open_server()
+        self._next_check, self._dead = 0.0, False
+        self._server: _ServerProcess | None = _ServerProcess(self.modules)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         self.close()
-
-    def _open_server(self) -> None:
-        self._server = _ServerProcess(self.modules)
-        self._main = _Stream(self._server.sock, self._selector, self._server)
 
     def live(self) -> int:
         """Scripts that were started and neither reported as ended by `poll` nor killed."""
@@ -1225,19 +1169,17 @@ class ScriptPool:
         if len(self._scripts) >= self.max_live:
             raise ValueError(f"{self.max_live} scripts are live: poll until one has ended")
         if self._server is None:
-            self._open_server()
-        self._started += 1
-        frame = _job(
-            "script", source, id=self._started, seed=seed, variables=variables or {},
-            cpu_s=self.cpu_s, wall_s=math.inf, memory_mb=self.memory_mb,
-            output_cap=SCRIPT_OUTPUT_CAP,
-        )  # fmt: skip
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        script = _Script(key, self._started, ours, self._selector)
-        self._scripts[key] = self._by_id[script.id] = script
-        with theirs:
-            self._tell(frame, theirs.fileno())
+            self._server = _ServerProcess(self.modules)
+        frame = _job_frame("script", source, seed=seed, variables=variables or {}, **self._limits)
+        (channel, their_channel), (leash, their_leash) = socket.socketpair(), socket.socketpair()
+        self._scripts[key] = _Script(
+            key, _Stream(channel, self._selector), _Stream(leash, self._selector)
+        )
+        with their_channel, their_leash:
+            try:
+                self._server.send(frame, their_leash, their_channel)
+            except _ServerGone:
+                self._lose("died")
 
     def poll(self, timeout: float | None = None) -> list[ScriptEvent]:
         """Waits for at least one event, at most `timeout` seconds; [] if nothing is live.
@@ -1246,18 +1188,18 @@ class ScriptPool:
         lost with it.
         """
         until = math.inf if timeout is None else time.monotonic() + timeout
-        while True:
+        while self._scripts:
+            if self._dead and not self._events:  # first what had ended before
+                self._lose("died")
             left = 0.0 if self._events else max(0.0, until - time.monotonic())
-            if not self._scripts:
-                break
             for item, mask in self._selector.select(min(left, 1.0)):
                 stream = item.data
                 if stream is None:
                     self._take_outputs()
-                elif stream is self._main:
-                    self._read_server()
-                elif mask & selectors.EVENT_WRITE and stream.open:
+                elif stream.open and mask & selectors.EVENT_WRITE:
                     stream.send()
+                elif stream.open and stream is stream.owner.leash:
+                    self._read_leash(stream.owner)
                 elif stream.open:
                     self._read_channel(stream.owner)
             self._check_deadlines()
@@ -1273,25 +1215,20 @@ class ScriptPool:
             raise ValueError(f"the script {key!r} has no open question")
         if len(texts) != script.asked:
             raise ValueError(f"the script {key!r} asked {script.asked} calls, not {len(texts)}")
-        while script.channel.open and self._read_channel(script):
-            pass  # what it sent without waiting for this
+        self._drain(script)  # what it sent without waiting for this
         self._answer(script, {"texts": list(texts)})
 
     def kill(self, key) -> None:
         """Ends a script. There will be no further event for this key."""
         self._events = [event for event in self._events if event.key != key]
-        script = self._scripts.get(key)
-        if script is not None:
-            self._forget(script)
-            if script.end is None:
-                self._tell(_kill_order(script.id, "host"))
+        if key in self._scripts:
+            self._forget(self._scripts[key])
 
     def close(self) -> None:
         """Ends all scripts and the fork server."""
         self._shut()
         self._events.clear()
         if self._wake.fileno() >= 0:
-            self._selector.unregister(self._wake)
             self._selector.close()
             self._wake.close()
             self._wake_in.close()
@@ -1300,32 +1237,25 @@ class ScriptPool:
         for script in list(self._scripts.values()):
             self._forget(script)
         if self._server is not None:
-            self._main.close()
             self._server.close()
-            self._server = None
+            self._server, self._dead = None, False
 
-    def _lose(self, why: str, cause: BaseException | None = None) -> None:
+    def _lose(self, why: str) -> None:
         lost = len(self._scripts)
         self._shut()
-        message = f"the fork server {why}: {lost} live scripts are lost, start them again"
-        raise SandboxError(message) from cause
-
-    def _tell(self, frame: bytes, fd: int | None = None) -> None:
-        try:
-            self._server.send(frame, fd)
-        except _ServerGone as error:
-            self._lose("died", error)
+        raise SandboxError(f"the fork server {why}: {lost} live scripts are lost, start them again")
 
     def _forget(self, script: _Script) -> None:
         script.channel.close()
-        del self._scripts[script.key], self._by_id[script.id]
+        script.leash.close()  # ends it, if it has not ended
+        del self._scripts[script.key]
 
-    def _end(self, script: _Script, why: str) -> None:
-        """Has the server kill a script; its report follows."""
-        if script.end is None and not script.killed:
-            script.killed = why
-            script.deadline = time.monotonic() + GRACE_S
-            self._tell(_kill_order(script.id, why))
+    def _kill(self, script: _Script, why: str) -> None:
+        """Has the server end a script; its report follows."""
+        script.killed = script.killed or why
+        script.deadline = time.monotonic() + GRACE_S
+        script.channel.close()
+        script.leash.send(b"x")
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
@@ -1334,25 +1264,27 @@ class ScriptPool:
         self._next_check = now + 0.25
         for script in list(self._scripts.values()):
             waits = script.state in ("asked", "tool") and not script.killed
-            if waits or now < script.deadline:
+            if script.end or waits or now < script.deadline:
                 continue
             if script.killed or script.state == "starting":
                 self._lose("does not answer")
-            self._end(script, "wall")
+            self._kill(script, f"no message within {self.step_wall_s:g} s")
 
-    def _read_server(self) -> None:
-        self._main.fill()
-        while (report := _unpack(self._main.received)) is not None:
-            script = self._by_id.get(_REPORT.unpack_from(report)[0])
-            if script is None:
-                continue  # killed
-            script.end = _End.read(report)
-            while script.channel.open and self._read_channel(script):
-                pass
+    def _read_leash(self, script: _Script) -> None:
+        script.leash.fill()
+        report = _unpack(script.leash.received)
+        if report is not None:
+            script.leash.close()
+            self._drain(script)
             script.channel.close()
+            script.end = _read_report(report, self.cpu_s)
             self._finish(script)
-        if not self._main.open and not self._events:
-            self._lose("died")
+        elif not script.leash.open:
+            self._dead = True
+
+    def _drain(self, script: _Script) -> None:
+        while script.channel.open and self._read_channel(script):
+            pass
 
     def _read_channel(self, script: _Script) -> bool:
         """Reads once and takes what is complete. False: nothing more now."""
@@ -1361,9 +1293,7 @@ class ScriptPool:
         try:
             self._take_lines(script)
         except _Violation as error:
-            script.violation = f"channel: {error}"
-            script.channel.close()
-            self._end(script, "channel")
+            self._kill(script, f"channel: {error}")
         return script.channel.open
 
     def _take_lines(self, script: _Script) -> None:
@@ -1390,32 +1320,32 @@ class ScriptPool:
             script.answer = message["answer"]
         elif "python" in message:
             script.state = "tool"
-            work = (script.id, message["python"])
+            work = (script, message["python"])
             threading.Thread(target=self._run_tool, args=work, daemon=True).start()
         else:
             script.state, script.asked = "asked", len(message["calls"])
             self._events.append(ScriptEvent(script.key, "calls", message["calls"]))
 
-    def _run_tool(self, script_id: int, source: str) -> None:
+    def _run_tool(self, script: _Script, source: str) -> None:
         """On a thread of its own (run_program bounds how many run): {"python": source}."""
         try:
             result = run_program(source)
-            lines = [result.stdout[:TOOL_OUTPUT_CAP].rstrip("\n")]
-            output = "\n".join([*lines, *([f"[{result.error}]"] if result.error else [])])
+            output = result.stdout[:TOOL_OUTPUT_CAP].rstrip("\n")
+            output += f"\n[{result.error}]" if result.error else ""
         except SandboxError as error:
             output = error
-        self._outputs.put((script_id, output))
+        self._outputs.put((script, output))
         with contextlib.suppress(OSError):  # the pool was closed meanwhile
             self._wake_in.send(b"x")
 
     def _take_outputs(self) -> None:
         self._wake.recv(4096)
         while not self._outputs.empty():
-            script_id, output = self._outputs.get()
+            script, output = self._outputs.get()
             if isinstance(output, SandboxError):
                 raise output
-            if script_id in self._by_id:
-                self._answer(self._by_id[script_id], {"output": output})
+            if self._scripts.get(script.key) is script:
+                self._answer(script, {"output": output})
 
     def _resume(self, script: _Script) -> None:
         script.state = "running"
@@ -1432,31 +1362,19 @@ class ScriptPool:
 
     def _finish(self, script: _Script) -> None:
         """Reports the end, if the script has ended and no question of it is open."""
-        if script.end is None or script.state in ("asked", "tool"):
-            return
         end = script.end
-        status, error = end.verdict(self.cpu_s)
-        if script.violation:
-            status, error = "error", script.violation
+        if end is None or script.state in ("asked", "tool"):
+            return
+        status, error = {"error": "crashed"}.get(end.status, end.status), end.error
+        if script.killed:
+            status = "crashed" if script.killed.startswith("channel") else "timeout"
+            error = script.killed
         elif status == "ok" and script.channel.refused:
-            status, error = "error", "channel: the script left before the reply"
-        elif end.killed == "wall":
-            error = f"no message within {self.step_wall_s:g} s"
-        status = "crashed" if status == "error" else status
+            status, error = "crashed", "channel: the script left before the reply"
         self._forget(script)
-        self._events.append(
-            ScriptEvent(
-                script.key,
-                "ended",
-                [],
-                status,
-                script.answer,
-                error,
-                end.stdout,
-                end.stderr,
-                end.cpu_s,
-            )  # fmt: skip
-        )
+        event = ScriptEvent(script.key, "ended", [], status, script.answer, error)
+        event.stdout, event.stderr, event.cpu_s = end.stdout, end.stderr, end.cpu_s
+        self._events.append(event)
 
 
 def _allow_descriptors(count: int) -> None:

@@ -45,7 +45,7 @@ from engine import ScriptedEngine
 
 KINDS = ("product", "sum", "program")
 # The teacher's tasks: more of the kinds that leave fewer correct traces.
-COLD_START_KINDS = ("product", "sum", "program", "sum", "sum", "program", "sum")
+COLD_START_KINDS = ("product", "sum", "program", "sum", "program", "sum", "program")
 MODULUS = 7
 EXECUTOR_TOKENS = 24
 DESIGNER_TOKENS = 16
@@ -239,7 +239,8 @@ def make_tokenizer(texts: list[str]):
     for text in texts:
         for line in set(text.splitlines(keepends=True)):
             counts[line] = counts.get(line, 0) + 1
-    lines = {line for line, n in counts.items() if n >= 20 and not re.search(r"\d", line)}
+    arithmetic = re.compile(r"\d[+*=;?]|[+*=(,]\d|boxed")
+    lines = {line for line, n in counts.items() if n >= 20 and not arithmetic.search(line)}
     known = [*SCRIPTS.values(), *PROGRAMS.values()]
     lines |= {line for text in known for line in text.splitlines(keepends=True)}
     lines |= {"\\boxed{", "CORRECT", "INCORRECT"}

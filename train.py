@@ -171,7 +171,7 @@ PRESETS = {
         steps=80,
         stage_length=10,
         tasks_per_step=12,
-        lr=2.5e-4,
+        lr=2e-4,
         updates_per_step=1,
         designer_max_tokens=toy.DESIGNER_TOKENS,
         executor_max_tokens=toy.EXECUTOR_TOKENS,
@@ -182,7 +182,7 @@ PRESETS = {
         sft_traces=9000,
         sft_steps=800,
         sft_batch=64,
-        sft_lr=4e-3,
+        sft_lr=3e-3,
         device="cpu",
         threads=1,
     ),
@@ -200,7 +200,7 @@ def parse(argv: list[str] | None = None) -> Config:
     """Command line -> Config, in two passes: the preset first, then what the user gave.
 
     >>> parse(["--steps", "3"]).steps, parse([]).lr
-    (3, 0.00025)
+    (3, 0.0002)
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="toy")

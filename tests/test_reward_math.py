@@ -407,6 +407,7 @@ POLICY = [
     (True, "0.3333333", r"\frac{1}{3}", "six digits or more stand for a fraction without end"),
     (True, "0.33333", "0.33333", "fewer for themselves"),
     (False, "0.33333", r"\frac{1}{3}", "only"),
+    (False, "0.333333", "0.3333334", "two decimals are compared exactly"),
     (True, r"\textbf{(B) } 12", "12", "a choice and its value"),
     (True, "–5", "-5", "an en dash is a minus sign"),
     (True, "５", "5", "full-width digits are digits"),
@@ -641,6 +642,21 @@ def test_a_dead_worker_is_wrong_counted_and_replaced():
     verdicts = [math_equal("3(k+1)", "3k+3") for _ in range(killed + 1)]
     assert verdicts == [False] * killed + [True]
     assert reward.counts()["math_worker_died"] == before + killed
+
+
+def test_after_ctrl_c_a_worker_is_not_used_again(monkeypatch):
+    """It would answer the interrupted question when the next one is asked."""
+    assert math_equal("2(k+1)", "2k+2") is True
+    pid, idle = workers()[-1].process.pid, len(workers())
+
+    def interrupted(worker, request):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(reward._Worker, "ask", interrupted)
+        math_equal("3(k+1)", "3k+3")
+    assert gone(pid, 1) and len(workers()) == idle - 1
+    assert math_equal("2(k+1)", "2k+2") is True
 
 
 def test_a_worker_has_its_own_session_no_secrets_and_limited_memory():
