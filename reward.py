@@ -219,6 +219,7 @@ def _nfkc(text: str) -> str:
 _TYPOGRAPHY = [
     ('[\u200b-\u200f\u2060-\u2064\ufeff\u00ad\0"]', ""),
     (r"\s+", " "),
+    (r"[\\ ]+$", ""),
     ("[⁰¹²³⁴-⁹⁺⁻⁽⁾ⁿ]+", lambda m: "^{" + _nfkc(m[0]) + "}"),
     ("[₀-₉₊₋₍₎]+", lambda m: "_{" + _nfkc(m[0]) + "}"),
     ("[¼-¾⅐-⅞]", lambda m: r" \frac{%s}{%s}" % tuple(_nfkc(m[0]).split("⁄"))),
@@ -252,6 +253,8 @@ _LATEX = [
     (_WORD_MACRO + r"\{([^{}\"\d]*[a-zA-Z][^{}\"]*)\}", r'"\1"'),
     (_WORD_MACRO + r"\{([^{}]*)\}", r"\1"),
     (r"(?<=\d)[eE]([+-]?\d+)(?!\w)", r"\\cdot 10^{\1}"),
+    (r"(?<![\d./])(\d+) (\d+)/(\d+)(?![\d/])", r"\1\\frac{\2}{\3}"),
+    (r"\\sqrt\s*\[([3579])\]\s*\{-([\d.]+)\}", r"(-\\sqrt[\1]{\2})"),
     (r"\*\*", "^"),
     (r"\*", r"\\cdot "),
     (
@@ -726,7 +729,7 @@ def _same_number(a, b, texts: tuple[str, str], tolerance: float | None) -> bool:
 
 
 def _same_function(a, b, symbols: list, multiple: bool) -> bool | None:
-    """Equal at sample points where both are real; None if there are fewer than three such points.
+    """Equal at sample points where all is real; None if there are fewer than three such points.
 
     Real points of both signs, so that x is not |x|; whole ones where a floor, a factorial or a sum
     says that the variable is whole.
@@ -740,6 +743,8 @@ def _same_function(a, b, symbols: list, multiple: bool) -> bool | None:
     integers = a.has(*whole) or b.has(*whole)
     integers |= bool(rounded) and not any(part.args[0].is_Symbol for part in rounded)
     imaginary = a.has(sympy.I) or b.has(sympy.I)
+    parts = a.atoms(sympy.Pow, sympy.log) | b.atoms(sympy.Pow, sympy.log)
+    roots = [part for part in parts if not (part.is_Pow and part.exp.is_Integer)]
     draw, values = random.Random(0), []
     for trial in range(10):
         numbers = [sympy.Rational(draw.randint(1, 1000), 97) for _ in symbols]
@@ -751,7 +756,9 @@ def _same_function(a, b, symbols: list, multiple: bool) -> bool | None:
         x, y = (side.xreplace(point).doit().evalf(50) for side in (a, b))
         if not all(value.is_number and value.is_finite for value in (x, y)):
             continue
-        if not imaginary and not (x.is_real and y.is_real):
+        if not imaginary and not all(
+            value.is_real for value in (x, y, *(root.xreplace(point).evalf(15) for root in roots))
+        ):
             continue
         values.append((x, y))
         if multiple and min(abs(x), abs(y)) < 10**-30:

@@ -381,6 +381,16 @@ west ✗ \text{east}
 \text{Area} + 2 ✗ \text{Area} - 2
 x.y ✗ 0
 1/2006! ✗ \frac{1}{2004!}
+1 1/2 ✓ 1.5
+\sqrt[3]{-8} ✓ -2
+\sqrt{a}\sqrt{b} ✓ \sqrt{ab}
+\boxed{\ 5\ } ✓ 5
+|x|>1 ✓ (-\infty,-1)\cup(1,\infty)
+|x|<1 ✗ (-\infty,-1)\cup(1,\infty)
+n=2^{10}=1023 ✗ 1023
+5 \neq 6 ✗ 6
+5\text{ is wrong, it is } 6 ✗ 6
+0 ✗ \emptyset
 """
 
 # A choice each, with its reason. "The box" is always the last one.
