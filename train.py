@@ -32,8 +32,8 @@ What holds the parts together, and where it differs from the reference implement
 - A loss or a gradient that is not finite raises. Nothing is skipped with a print.
 
 Files of a run, in runs/NAME/: config.json; log.jsonl, a line a step; curve.png; designs.md,
-samples before and after; table.md, the final tables; cold_start/ and final/, Hugging Face
-folders; checkpoint-STEP/, the last two, whole or not at all.
+samples before and after; sandbox.json, the layers in force; table.md, the final tables;
+cold_start/ and final/, Hugging Face folders; checkpoint-STEP/, the last two, each whole.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ from evaluate import (
     CHAT_KWARGS,
     Result,
     UsageError,
+    check_folder,
     evaluate,
     load_model,
     markdown_table,
@@ -834,13 +835,14 @@ def first_model(config: Config, folder: Path, world: World, pool) -> tuple:
     return model, tokenizer
 
 
-def held_out(state_engine, world: World, pool, config: Config, executor_engine=None) -> Result:
-    """The designed system on the held-out tasks, one design and one execution each."""
+def held_out(engine, world: World, pool, config: Config, executor_engine=None) -> Result:
+    """What is trained (designing, or the single agent) on the held-out tasks, one try each."""
     return evaluate(
         world.eval_tasks,
-        state_engine,
+        engine,
         pool,
         score,
+        system="single" if config.train == "single" else "designed",
         scripts=world.scripts,
         executor_engine=executor_engine,
         seed=config.seed,
@@ -848,15 +850,15 @@ def held_out(state_engine, world: World, pool, config: Config, executor_engine=N
     )
 
 
-def run(config: Config, folder: Path) -> None:
+def run(config: Config, folder: Path, world: World) -> None:
     """A whole run, or the rest of one: what is there in `folder` is not done again."""
     if config.threads and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(config.threads)
     began = time.monotonic()
-    world = make_world(config)
     workflow = Path(__file__).with_name("workflow.py").read_text(encoding="utf-8")
     with ScriptPool({"workflow": workflow}, deterministic=config.deterministic) as pool:
         print_header(config, folder)
+        write_json(folder / "sandbox.json", in_force())
         model, tokenizer = first_model(config, folder, world, pool)
         if config.train == "sft":
             print(f"cold start saved in {folder / 'cold_start'}")
@@ -919,7 +921,7 @@ def final_tables(engines: tuple, results: tuple, world: World, pool, config: Con
     """Success, who contributed, structure shares, and every structure forced on every task."""
     (first, last), (before, after) = engines, results
     success = {"before": before}
-    if config.train not in ("single",):
+    if config.train != "single":
         success["new designer, old executor"] = held_out(last, world, pool, config, first)
         success["old designer, new executor"] = held_out(first, world, pool, config, last)
     success["after"] = after
@@ -948,15 +950,21 @@ def main(argv: list[str] | None = None) -> int:
     config, folder = parse(argv), None
     disable_progress_bar()  # of Transformers, whose bars would break ours
     try:
-        configure(config.isolation)
         if config.resume:
             folder = Path(config.resume)
-            saved = json.loads((folder / "config.json").read_text())
+            saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             config = Config(**saved | {"resume": config.resume})
-        else:
+        if config.device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            config = dataclasses.replace(config, device=device)
+        configure(config.isolation)
+        world = make_world(config)  # before the folder: what can't work leaves nothing behind
+        if config.model:
+            check_folder(config.model)
+        if not config.resume:
             folder = new_folder(config)
             write_json(folder / "config.json", dataclasses.asdict(config))
-        run(config, folder)
+        run(config, folder, world)
     except (UsageError, DataError) as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         return 2

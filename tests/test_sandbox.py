@@ -497,7 +497,7 @@ def test_every_case_as_an_ordinary_user(tmp_path):
     ],
 )
 def test_each_layer_is_what_stops_a_case(layer, name):
-    # The cases are real: without the layer they escape, and with it they don't (see above).
+    # The cases are real: without the layer they escape. And the layer alone stops them.
     if layer == "capabilities" and os.geteuid() != 0:
         pytest.skip("only root has any")
     must, code, stdin, expected, fn_name = CASES[name]
@@ -506,6 +506,8 @@ def test_each_layer_is_what_stops_a_case(layer, name):
     others = {"kill_parent": ["landlock"], "capset": ["seccomp"]}.get(name, [])
     outcome = drive([case], isolation="best", without=[layer, *others])
     assert outcome["results"][0][1] == "ESCAPED\n"
+    outcome = drive([case], isolation="best", without=set(sandbox.LAYERS[2:]) - {layer})
+    assert "ESCAPED" not in outcome["results"][0][1]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -957,6 +959,17 @@ def test_an_end_never_overtakes_an_open_question(pool):
     assert pool.live() == 0 and pool.poll() == []
 
 
+def test_a_message_sent_while_the_host_thinks_is_out_of_turn(pool):
+    late = "tell({'calls': [call('a', 'x')]})\nimport time; time.sleep(0.1); tell({'answer': 'x'})"
+    pool.start("k", "from api import *\n" + late + STAY)
+    assert [event.kind for event in pool.poll()] == ["calls"]
+    time.sleep(1.0)
+    pool.reply("k", ["y"])
+    (event,) = pool.poll()
+    assert (event.status, event.answer) == ("crashed", None)
+    assert event.error == "channel: a message before the reply to the last one"
+
+
 def test_many_live_scripts_answered_in_any_order(pool):
     source = "from api import *\ntell({'answer': llm('a', name) + llm('b', name)})"
     for i in range(60):
@@ -1224,6 +1237,40 @@ def test_the_pool_reports_lost_scripts_and_starts_again():
             pool.poll()
         assert pool.live() == 0 and pool.poll() == []
         assert run_scripts(pool, {"next": TWO_CALLS})["next"].answer == "critic:solver:hi"
+
+
+@ON_LINUX
+def test_close_ends_programs_that_run():
+    failed = []
+
+    def run():
+        with pytest.raises(sandbox.SandboxError, match="close"):
+            sandbox.run_program("import time; time.sleep(600)", wall_s=600)
+        failed.append(True)
+
+    server = sandbox._get_server().process.pid
+    thread = threading.Thread(target=run)
+    thread.start()
+    programs = wait_for_children(server, 1)
+    sandbox.close()
+    thread.join()
+    assert failed and gone([server, *programs])
+    assert sandbox._program_server is None  # nobody started another
+
+
+@ON_LINUX
+def test_a_server_ends_although_a_fork_of_its_host_lives():
+    process = (sandbox.run_program(""), sandbox._get_server().process)[1]
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(600)
+        os._exit(0)
+    try:
+        sandbox.close()
+        assert process.returncode == 0  # by itself, not by force
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 @ON_LINUX
