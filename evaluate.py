@@ -366,6 +366,8 @@ def markdown_table(rows: Sequence[Sequence], header: Sequence[str]) -> str:
 def oracle_text(table: dict[str, dict[str, float]]) -> str:
     """An oracle table as markdown: a row a source, a column a structure, the best one named.
 
+    Of equals the first is named: list cheap structures first.
+
     >>> print(oracle_text({"single": {"sum": 0.1}, "pipeline": {"sum": 0.75}}))
     | source | single | pipeline | best     |
     | ------ | ------ | -------- | -------- |

@@ -17,16 +17,18 @@ do to itself. Layers, from the outside in:
                    it), no ptrace, no signal to others, no renice, no mount, no chmod, no new files
                    in memory, and nothing of the kernel that is newer than system call 424.
 
-In the child, in this order: its own session; a death signal from the server; Landlock; descriptors
-0 to 2 (and 3), everything else closed; rlimits; seccomp; then its pid goes into a pipe that the
-code never sees, as the word "ready". A child that ends without it is our fault, not the model's:
-SandboxError. Only then the code runs, as a fresh `__main__`.
+The server drops the capabilities and takes on what seccomp refuses to both; the child then adds,
+in this order: descriptors 0 to 2 (files in memory, so nothing ever blocks); its own session; a
+death signal from the server; Landlock; descriptor 3, if any, and everything else closed; rlimits;
+seccomp. Then it writes its pid into a pipe that the code never sees: ready. A child that ends
+without that is our fault, not the model's: SandboxError. Only now the code runs, as a fresh
+`__main__`.
 
 What may be believed afterwards: the exit code and the CPU seconds come from the kernel; output is
 just bytes. Expected outputs never enter the child, so there is nothing to find or to fake in there.
 
-    status "timeout"  CPU seconds above the limit, or the wall limit (a backstop for sleepers; make
-                      it >= 3 x cpu_s, because a loaded machine slows healthy programs)
+    status "timeout"  more CPU seconds than the limit, or the wall limit (a backstop for sleepers:
+                      make it >= 3 x cpu_s, because a loaded machine slows healthy programs)
     status "error"    any other end but exit code 0
     1.02 s used of cpu_s = 1 -> "timeout"; SIGKILL after 0.3 s of 5 -> "error" (it killed itself)
 
@@ -55,23 +57,27 @@ layer would have stopped: without seccomp it can start processes, without Landlo
 write your files. macOS ignores RLIMIT_AS too. Windows has none of this: use WSL2.
 
 If the fork server dies, it is started again and programs that were in flight run again. Live
-scripts are lost: `poll` raises SandboxError once, and the next `start` opens a new server. A
-server ends when its host's socket closes, even after kill -9, and its children with it.
+scripts are lost: `poll` first reports those that had ended, then raises SandboxError once, and the
+next `start` opens a new server. Each job has a leash, a socket to the host: when the host closes
+it (Ctrl-C, an exception, kill -9), the server ends the job. The server ends with its own socket.
 
 Cost
 ----
-A fork costs what the server's memory weighs, and the child pays for each page that it touches.
-So the server reads only the first half of this file and imports little; modules are loaded before
-the fork; Landlock rules and the long seccomp filter are made once; the modules' after-fork hooks
-are left out (they renew locks for threads that a server never had and a seed that each job sets:
-150 page faults, 1 ms). Run tests/bench_sandbox.py for this machine's figures.
+A fork costs what the server's memory weighs, and a child pays for each page that it writes. So the
+server is sent compiled code of the first half of this file only and imports little; the modules
+are loaded, the caches warm, the Landlock rules and both seccomp filters ready before the first
+fork. The modules' after-fork hooks are left out: they renew locks that a single-threaded server
+never held and a seed that each job sets, at 150 page faults a child. Together (host, server,
+child) a program or a script with one call costs about 1.5 bare forks of the same process, a third
+of a fresh `python -I -S`. tests/bench_sandbox.py prints this machine's figures.
 
 Not protected
 -------------
 Kernel bugs; `stat()` of any path; timing; what lies in the server's memory at the fork (source and
 input of other jobs, never an expected output); memory beyond live children x (memory_mb + output).
 
-Different from the reference: it runs model code with exec and pickle in the trainer's environment.
+Different from the reference: it runs model code by `exec` with the trainer's whole environment,
+and results come back as pickles that the model's own code wrote.
 
 How to run it alone: `python sandbox.py`. Standard library; Python >= 3.11; x86_64 and aarch64.
 """
@@ -1387,7 +1393,7 @@ def _allow_descriptors(count: int) -> None:
 
 
 def _show() -> None:
-    """A program, a few attacks, and a script that asks for text, with `isolation best`."""
+    """A program, some attacks, and a script that asks for text."""
     configure("best")
     print(in_force())
     for source in (
@@ -1395,19 +1401,18 @@ def _show() -> None:
         "import os; os.fork()",
         "import socket; socket.socket()",
         "open('/etc/passwd')",
-        "open('/tmp/x', 'w')",
         "while True: pass",
         "print('x' * 10**10)",
     ):
         result = run_program(source, "1 2 3\n", cpu_s=1.0)
-        print(f"{source:40} {result.status:8} {result.stdout.strip()[:20]}{result.error}")
-    script = (
-        "import json, os\n"
-        "ask = {'agent': 'solver', 'messages': [{'role': 'user', 'content': question}]}\n"
-        "os.write(3, json.dumps({'calls': [ask]}).encode() + b'\\n')\n"
-        "text = json.loads(os.read(3, 1 << 20))['texts'][0]\n"
-        "os.write(3, json.dumps({'answer': text}).encode() + b'\\n')\n"
-    )
+        print(f"{source:40} {result.status:8} {result.stdout.strip()}{result.error}")
+    script = """
+import json, os
+ask = {"agent": "solver", "messages": [{"role": "user", "content": question}]}
+os.write(3, json.dumps({"calls": [ask]}).encode() + b"\\n")
+text = json.loads(os.read(3, 1 << 20))["texts"][0]
+os.write(3, json.dumps({"answer": text}).encode() + b"\\n")
+"""
     with ScriptPool({}) as pool:
         pool.start("a", script, variables={"question": "What is 6 x 7?"})
         while pool.live():

@@ -14,9 +14,10 @@ natural limit: a reply of an agent has at most `EXECUTOR_TOKENS` = 24 tokens.
     sum       1+2+4+5+6       1+2=3;3+4=0;...                  28 tokens, no single reply holds it
     program   f(3,4,2,1)=1    18 tokens for each of 3 programs; what is asked for takes 5
 
-The best structures differ by nature. `product`: an ensemble, since a vote removes slips, which
-are independent. `sum`: a pipeline, since its first agent can hand on `5+6`. `program`: reflection,
-since one check fits into a reply, and the search does not.
+The best structures differ by nature. `sum`: a pipeline, since its first agent can hand on `5+6`.
+`program`: reflection, since one check fits into a reply, and the search does not. `product`: an
+ensemble while the executor slips, since slips are independent and a vote removes them; once RL has
+taught it not to slip, a single agent does as well for a third of the calls.
 
 A worked example of the last kind. On (2,3,4,5) the three programs a+b+c+d, a*b+c+d, a*b*c+d give
 0, 1 and 1: two agree, so this is never asked. On (3,4,2,1) they give 3, 1 and 4: `f(3,4,2,1)=1`

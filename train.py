@@ -50,7 +50,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -637,10 +637,10 @@ def draw_curve(log: list[dict], points: list[tuple[int, Result]], path: Path) ->
             for axes in (top, bottom):
                 axes.axvspan(line["step"] + 0.5, line["step"] + 1.5, color="0.92", lw=0)
     names = sorted({name for line in log for name in line})
-    draw(top, "reward", color="black", label="reward, all tasks")
+    draw(top, "reward", color="black", label="reward, all")
+    for name in reward_names(names):
+        draw(top, name, lw=1, label=name.removeprefix("reward/"))
     for name in names:
-        if name.startswith("reward/"):
-            draw(top, name, lw=1, alpha=0.7, label=name.removeprefix("reward/"))
         if name.startswith("structure/") and name.count("/") == 1:
             draw(bottom, name, label=name.removeprefix("structure/"))
     draw(top, "valid_designs", ":", color="0.4", label="valid designs")
@@ -652,7 +652,7 @@ def draw_curve(log: list[dict], points: list[tuple[int, Result]], path: Path) ->
     top.set(ylim=(0, 1.02), ylabel="mean of 5 steps", title=title)
     bottom.set(ylim=(0, 1.02), ylabel="share of valid designs", xlabel="step")
     for axes in (top, bottom):
-        axes.legend(fontsize=7, loc="lower right", ncols=2)
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -803,11 +803,19 @@ def train_step(step: int, state: State, world: World, pool, config: Config) -> t
     return metrics, rolled
 
 
+def reward_names(names: Iterable[str]) -> list[str]:
+    """The rewards of the data sets; of math and code where tasks name no data set.
+
+    >>> reward_names(["reward", "reward/math", "reward/sum"]), reward_names(["reward/math"])
+    (['reward/sum'], ['reward/math'])
+    """
+    found = [name for name in names if name.startswith("reward/")]
+    return [name for name in found if name not in ("reward/math", "reward/code")] or found
+
+
 def console_line(m: dict, steps: int) -> str:
     """One line a step."""
-    rewards = [name for name in m if name.startswith("reward/")]
-    sources = [name for name in rewards if name not in ("reward/math", "reward/code")] or rewards
-    by_source = " ".join(f"{name[7:]} {m[name]:.2f}" for name in sources)
+    by_source = " ".join(f"{name[7:]} {m[name]:.2f}" for name in reward_names(m))
     return (
         f"{m['step'] + 1:4}/{steps} {m['role']:8} reward {m['reward']:.2f} ({by_source})"
         f"  valid {m['valid_designs']:.2f}  calls {m['calls_per_execution']:.1f}"

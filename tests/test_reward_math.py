@@ -382,6 +382,8 @@ west ✗ \text{east}
 x.y ✗ 0
 1/2006! ✗ \frac{1}{2004!}
 1 1/2 ✓ 1.5
+\frac{\pi}{2006!} ✗ \frac{\pi}{2004!}
+\sqrt{3+2\sqrt{2}}-\sqrt{2}-1 ✓ 0
 \sqrt[3]{-8} ✓ -2
 \sqrt{a}\sqrt{b} ✓ \sqrt{ab}
 \boxed{\ 5\ } ✓ 5
