@@ -521,13 +521,13 @@ def read_prompt(path: str | None) -> str | None:
 # --- the command -------------------------------------------------------------------------------
 
 
-class _Parser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {message} (--help explains all flags)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneLineParser(
         prog="evaluate.py",
         description="Evaluate a model folder on the toy tasks or on a file of tasks: mean reward "
         "with a bootstrap interval over tasks, calls and output tokens a sample, the structures "

@@ -346,7 +346,8 @@ class _Run:
             for m in range(n_designs):
                 refused = self.submit((t, m, DESIGNER, 0), "designer", messages, 0)
                 if refused:
-                    self.put_design(t, m, None, (None, None, f"question_too_long: {refused}"))
+                    error = f"question_too_long: {refused}"
+                    self.put_design(t, m, None, (None, None, error), "context_overflow")
 
     def take_scripts(self, scripts) -> None:
         given = [scripts(r.task) if callable(scripts) else scripts for r in self.rollouts]
@@ -359,13 +360,15 @@ class _Run:
             for m, script in enumerate(given[t]):
                 self.put_design(t, m, None, read_script(script))
 
-    def put_design(self, t: int, m: int, call: Call | None, read: tuple) -> None:
+    def put_design(
+        self, t: int, m: int, call: Call | None, read: tuple, status: str = "invalid_design"
+    ) -> None:
         script, structure, error = read
         self.rollouts[t].designs[m] = Design(script, structure, error, call, [])
         self.emit("design", (t, m, -1), script=script, structure=structure, error=error)
         if error is not None:
             self.rollouts[t].designs[m].executions = [
-                Execution(None, [], 0.0, "invalid_design", error) for _ in range(self.n_executions)
+                Execution(None, [], 0.0, status, error) for _ in range(self.n_executions)
             ]
             self.open -= self.n_executions
             return

@@ -520,6 +520,7 @@ class _ForkServer:
     def __init__(self, main: socket.socket, config: dict):
         self.pid, self.selector = os.getpid(), selectors.DefaultSelector()
         self.jobs: dict[int, _Job] = {}  # by pid
+        self.deadlines: dict[int, float] = {}  # by pid; scripts have a step clock in the host
         self.ready_pids: set[int] = set()  # of children that said so and are not reaped yet
         self.fds: collections.deque[int] = collections.deque()  # passed by the host for its jobs
         self.ready_out, self.ready = os.pipe()
@@ -584,8 +585,8 @@ class _ForkServer:
         gc.collect()
         gc.freeze()  # a collection in a child would touch, and so copy, every page
         while self.main.open:
-            first = min((job.deadline for job in self.jobs.values()), default=math.inf)
-            wait_s = None if first == math.inf else max(0.0, first - time.monotonic())
+            first = min(self.deadlines.values(), default=None)
+            wait_s = None if first is None else max(0.0, first - time.monotonic())
             for item, mask in self.selector.select(wait_s):
                 if item.data is None:
                     os.read(self.wake, 4096)
@@ -593,10 +594,10 @@ class _ForkServer:
                 elif item.data.open:
                     self._serve_stream(item.data, mask)
             now = time.monotonic()
-            for pid, job in self.jobs.items():
-                if now > job.deadline:
-                    job.wall_hit, job.deadline = True, math.inf
-                    _kill(pid)
+            for pid in [pid for pid, end in self.deadlines.items() if now > end]:
+                self.jobs[pid].wall_hit = True
+                del self.deadlines[pid]
+                _kill(pid)
         for pid in self.jobs:
             _kill(pid)
 
@@ -614,9 +615,8 @@ class _ForkServer:
                     _kill(pid)
 
     def _start(self, header: dict, source: bytes, stdin: bytes) -> None:
-        job, started = _Job(**header), time.monotonic()
+        job = _Job(**header, started=time.monotonic())
         passed = [self.fds.popleft() for _ in range(2 if job.kind == "script" else 1)]
-        job.started, job.deadline = started, started + job.wall_s
         job.leash = _Stream(socket.socket(fileno=passed[0]), self.selector)
         try:
             job.files = [_blank_file() for _ in range(3 if job.kind == "call" else 2)]
@@ -629,6 +629,8 @@ class _ForkServer:
                 third = [*passed[1:], *job.files[2:], None][0]
                 _child(self, job, source, stdin, third)
             self.jobs[pid] = job
+            if job.wall_s is not None:
+                self.deadlines[pid] = job.started + job.wall_s
         except OSError as error:
             self._report(job, fault=f"no process for a job: {error}")
         for channel in passed[1:]:
@@ -641,6 +643,7 @@ class _ForkServer:
                 return
             _kill_group(pid)  # what it may have forked where seccomp is missing
             job, fault = self.jobs.pop(pid), ""
+            self.deadlines.pop(pid, None)
             with contextlib.suppress(BlockingIOError):
                 while data := os.read(self.ready_out, 4096):
                     self.ready_pids.update(struct.unpack(f"={len(data) // 4}i", data))
@@ -1141,7 +1144,7 @@ class ScriptPool:
         self.modules, self.max_live, self.cpu_s = dict(modules), max_live, cpu_s
         self.step_wall_s = step_wall_s * (10 if deterministic else 1)
         self._limits = {"cpu_s": cpu_s, "memory_mb": memory_mb, "output_cap": SCRIPT_OUTPUT_CAP}
-        self._limits["wall_s"] = math.inf  # this pool's step clock instead
+        self._limits["wall_s"] = None  # this pool's step clock instead
         _allow_descriptors(2 * max_live + 256)
         self._selector = selectors.DefaultSelector()
         self._scripts: dict[object, _Script] = {}

@@ -44,12 +44,8 @@ from execute import Rollout, rollout
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Messages and the reply to imitate; who said it, for which task, in which structure."""
+    """What was asked, and the reply to imitate."""
 
-    role: str
-    agent: str
-    structure: str
-    task: str
     messages: list[dict]
     response: str
 
@@ -77,9 +73,7 @@ def examples_of(rollouts: Sequence[Rollout]) -> list[Example]:
                     continue
                 calls = ([design.call] if design.call else []) + execution.calls
                 examples += [
-                    Example(c.role, c.agent, design.structure, rolled.task.id, c.messages, c.text)
-                    for c in calls
-                    if c.finish_reason == "stop"
+                    Example(c.messages, c.text) for c in calls if c.finish_reason == "stop"
                 ]
     return examples
 
@@ -134,8 +128,7 @@ def supervised_loss(logp: torch.Tensor, mask: torch.Tensor, n_tokens: int) -> to
 def batches(n: int, batch: int, steps: int, seed: int) -> Iterator[list[int]]:
     """`steps` lists of `batch` indices below n; every epoch is a new order of all of them.
 
-    What is left at the end of an epoch opens the next one, so no example is seen more than once
-    more than another. `batch` may exceed n.
+    What is left at the end of an epoch opens the next one. `batch` may exceed n.
 
     >>> [sorted(rows) for rows in batches(2, 3, 2, seed=0)][1] in ([0, 0, 1], [0, 1, 1])
     True

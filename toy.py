@@ -1,10 +1,10 @@
 """The embedded default: a world so small that a laptop learns to design and to execute in it.
 
 The idea. RL does not teach facts, it chooses among behaviours that the model already has. So the
-cold start teaches the skills well (sums and products on a clock of seven hours, checking a
-program against an example), shows careful and careless ways of working almost equally often, and
-shows every structure equally often. What is left to RL is choice: which structure for which task
-(designer), careful or careless (executor).
+teacher of the cold start shows the skills (sums and products on a clock of seven hours, checking a
+program against an example), works carefully in 60 % of its replies and carelessly in the others,
+and draws the four structures with equal chance. What is left to RL is choice: which structure for
+which task (designer), careful or careless (executor).
 
 All arithmetic is modulo 7, from left to right: `3*5=1`, `4+6=3`. Three kinds of task, and one
 natural limit: a reply of an agent has at most `EXECUTOR_TOKENS` = 24 tokens.
@@ -23,14 +23,13 @@ A worked example of the last kind. On (2,3,4,5) the three programs a+b+c+d, a*b+
 0, 1 and 1: two agree, so this is never asked. On (3,4,2,1) they give 3, 1 and 4: `f(3,4,2,1)=1`
 can be asked, its program is the second, and unit tests on other numbers judge the reply.
 
-No structure is preferred by hand: rewards are the verifier's, the limit is a number of tokens,
-and the teacher draws the four structures with equal chance. The cold start keeps correct traces
-only, so a structure that works more often is seen more often: that is all the head start the
-designer gets.
+No structure is preferred by hand: rewards are the verifier's, and the limit is a number of tokens.
+The cold start keeps correct traces only, so a structure that works more often is seen more often:
+that is all the head start the designer gets.
 
 The tokenizer: one token a byte, and one for each whole line that the teacher writes again and
-again. So a script of five lines is seven tokens; the model still writes it token by token, and
-can still write it wrong.
+again. So a script of four lines is six tokens and an end; the model still writes
+it token by token, and can still write it wrong.
 
     python toy.py            # prints tasks, the teacher's replies and token counts
 """
@@ -52,8 +51,8 @@ EXECUTOR_TOKENS = 24
 DESIGNER_TOKENS = 16
 MAX_CONTEXT = 2048
 CARELESS = 0.4  # share of the teacher's replies without working
-LUCK = 0.15  # a careless guess of the teacher is right this often
-SLIP = 0.03  # share of the teacher's products that are off, when it multiplies twice
+LUCK = 0.15  # a careless reply knows the result this often; else it is one of 7 at random
+SLIP = 0.03  # share of the teacher's multiplications that are off, in tasks of kind `product`
 
 DESIGNER_PROMPT = "Design a multi-agent system.\n[user]\n{question}"
 _IMPORTS = 'from workflow import AgentNode, {}Workflow\nflow = Workflow(name="toy")\n'
@@ -116,14 +115,23 @@ def make_tasks(n: int, seed: object, *, kinds=KINDS, held_out: bool = False) -> 
     """n tasks, the kinds in turn; training and held-out tasks never share a question.
 
     seed: anything that prints. A question belongs to the held-out part when its own hash says so
-    (one in five), so the two parts are disjoint for every pair of seeds. Questions may repeat.
+    (one in five), so the two parts are disjoint for every pair of seeds. Held-out questions don't
+    repeat, as long as new ones turn up (512 always do); training questions may.
     """
     rng = random.Random(f"{seed} {held_out}")
     tasks: list[Task] = []
+    asked: set[str] = set()
+    repeats = 0
     while len(tasks) < n:
         task = _draw_task(kinds[len(tasks) % len(kinds)], rng)
-        if (random.Random(task.question).random() < 0.2) == held_out:
-            tasks.append(replace(task, id=f"{task.source}:{len(tasks)}:{task.question}"))
+        if (random.Random(task.question).random() < 0.2) != held_out:
+            continue
+        if held_out and task.question in asked and repeats < 100:
+            repeats += 1
+            continue
+        asked.add(task.question)
+        repeats = 0
+        tasks.append(replace(task, id=f"{task.source}:{len(tasks)}:{task.question}"))
     return tasks
 
 
@@ -255,7 +263,7 @@ def make_tokenizer(texts: list[str]):
 
 
 def make_model(tokenizer, seed: int = 0):
-    """A Qwen3 of about 0.5 million parameters with random weights, the same for the same seed."""
+    """A Qwen3 of 0.43 million parameters with random weights, the same for the same seed."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

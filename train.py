@@ -27,8 +27,8 @@ What holds the parts together, and where it differs from the reference implement
 - `updates_per_step` = U cuts the calls of a step into U disjoint parts, one optimizer step
   each. At 1 the ratio is exactly 1 and the clip idle; then `logp_old` is the same forward,
   detached. At more it is computed for all parts before the first update.
-- If no call of the step has a non-zero advantage, the optimizer does not step: AdamW would move
-  by its momentum and its decay alone. Such steps are counted (`skipped`).
+- If no call of an update has a non-zero advantage, the optimizer does not step: AdamW would move
+  by its momentum and its decay alone. Such updates are counted (`skipped`).
 - A loss or a gradient that is not finite raises. Nothing is skipped with a print.
 
 Files of a run, in runs/NAME/: config.json; log.jsonl, a line a step; curve.png; designs.md,
@@ -39,6 +39,7 @@ cold_start/ and final/, Hugging Face folders; checkpoint-STEP/, the last two, ea
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -50,7 +51,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,23 +62,25 @@ from transformers.utils.logging import disable_progress_bar
 import design
 import toy
 from advantage import designer_advantages, executor_advantages
-from data import DATASETS, DataError, load, step_tasks
+from data import DATASETS, DataError, load, normalise_text, step_tasks
 from engine import TorchEngine
 from evaluate import (
     CHAT_KWARGS,
+    EVALUATION_STEP,
+    OneLineParser,
     Result,
     UsageError,
-    check_folder,
     evaluate,
     load_model,
     markdown_table,
     oracle_table,
     oracle_text,
+    read_prompt,
     structure_shares,
     usable_tasks,
     write_json,
 )
-from execute import Rollout, rewards_of, rollout, summary
+from execute import rewards_of, rollout, shares, tally
 from grpo import (
     Batch,
     ScoringModel,
@@ -163,13 +166,13 @@ class Config:
 
     eval_tasks: int = setting(512, "held-out tasks, before and after")
     checkpoint_every: int = setting(10, "steps between checkpoints")
-    device: str = setting("auto", "cpu, cuda, or auto")
+    device: str = setting("auto", "where the model lives", choices=("auto", "cpu", "cuda"))
     threads: int = setting(0, "torch threads; 0: torch's choice. OMP_NUM_THREADS overrides")
 
 
 PRESETS = {
     "toy": dict(
-        steps=80,
+        steps=100,
         stage_length=10,
         tasks_per_step=12,
         lr=2e-4,
@@ -190,20 +193,13 @@ PRESETS = {
 }
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line; the usage of 40 flags would hide it."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
-
-
 def parse(argv: list[str] | None = None) -> Config:
     """Command line -> Config, in two passes: the preset first, then what the user gave.
 
     >>> parse(["--steps", "3"]).steps, parse([]).lr
     (3, 0.0002)
     """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first = OneLineParser(prog="train.py", add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="toy")
     preset = first.parse_known_args(argv)[0].preset
     parser = OneLineParser(
@@ -230,9 +226,9 @@ def parse(argv: list[str] | None = None) -> Config:
         if config.resume and config != Config(**defaults | {"resume": config.resume}):
             raise UsageError("--resume goes on with the run's own settings: give no other flag")
         if config.designer_prompt:
-            prompt = Path(config.designer_prompt).read_text(encoding="utf-8")
+            prompt = read_prompt(config.designer_prompt)
             config = dataclasses.replace(config, designer_prompt=prompt)
-    except (UsageError, OSError) as error:
+    except UsageError as error:
         parser.error(str(error))
     return config
 
@@ -255,16 +251,25 @@ def check(config: Config) -> None:
         given = getattr(config, name)
         if given and not Path(given).exists() and not (name == "data" and given in DATASETS):
             raise UsageError(f"--{name.replace('_', '-')}: there is no {given}: give a path")
-    if config.resume and not (Path(config.resume) / "config.json").exists():
-        raise UsageError(f"{config.resume} has no config.json: give a run folder, like runs/toy")
-    if config.preset != "toy" and not config.model:
-        raise UsageError("--model is missing: give a model folder")
-    if config.preset != "toy" and not config.data:
-        raise UsageError("--data is missing: give a file with training tasks")
-    if config.train != "sft" and not config.model and not config.sft_steps:
-        raise UsageError("without --model there must be a cold start: give --sft-steps")
-    if config.n_designs * config.n_executions < 2 and config.train != "sft":
+    for name in "lr sft_lr grad_clip tis_cap".split():
+        if not 0 < getattr(config, name) < math.inf:
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(config, name)}: more than 0")
+    for name in "weight_decay clip_low clip_high".split():
+        if not 0 <= getattr(config, name) < math.inf:
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(config, name)}: at least 0")
+    if config.preset != "toy" and not (config.model and config.data):
+        raise UsageError("give --model, a folder, and --data, a file with training tasks")
+    if not config.model and (config.data or config.designer_prompt):
+        raise UsageError("the toy's teacher knows only its own tasks: give --model as well")
+    if not config.model and not (config.sft_steps and config.sft_traces):
+        raise UsageError("a cold start needs --sft-steps and --sft-traces, or give --model")
+    if config.train == "sft":
+        if config.model:
+            raise UsageError("--train sft makes a cold start from scratch: leave out --model")
+    elif config.n_designs * config.n_executions < 2:
         raise UsageError("one execution a task has nothing to compare with: M x N of at least 2")
+    elif config.train in ("stagewise", "joint", "designer") and config.n_designs < 2:
+        raise UsageError("--n-designs is 1: a designer learns by comparing 2 designs or more")
 
 
 # --- what a preset brings: model, tasks, scripts ---
@@ -272,9 +277,9 @@ def check(config: Config) -> None:
 
 @dataclass
 class World:
-    """Where tasks come from and how they are asked; the rest of this file does not know the toy."""
+    """Where tasks come from and how they are asked. Steps and evaluation know no more than this."""
 
-    step_tasks: Callable[[int], list]  # step -> its B tasks
+    tasks_of: Callable[[int], list]  # step -> its B tasks
     eval_tasks: list
     scripts: dict[str, str]  # structure -> script: baselines and the oracle table
     designer_prompt: str | None
@@ -285,7 +290,7 @@ def make_world(config: Config) -> World:
     prompt = config.designer_prompt
     if not config.data:
         return World(
-            step_tasks=lambda step: toy.make_tasks(config.tasks_per_step, f"{config.seed} {step}"),
+            tasks_of=lambda step: toy.make_tasks(config.tasks_per_step, f"{config.seed} {step}"),
             eval_tasks=toy.make_tasks(config.eval_tasks, f"{config.seed} eval", held_out=True),
             scripts=toy.SCRIPTS,
             designer_prompt=prompt or toy.DESIGNER_PROMPT,
@@ -295,7 +300,12 @@ def make_world(config: Config) -> World:
     tasks, unusable = usable_tasks(tasks)
     if unusable:
         print(f"{len(unusable)} golds can't be graded, the first is {unusable[0].id}: left out")
+    if any("check" in (task.tests or {}) for task in tasks):
+        raise UsageError(f"{config.data}: HumanEval is for evaluation, give rows with tests")
+    random.Random(config.seed).shuffle(tasks)
     held_out, tasks = tasks[: config.eval_tasks], tasks[config.eval_tasks :]
+    asked = {normalise_text(task.question) for task in held_out}
+    tasks = [task for task in tasks if normalise_text(task.question) not in asked]
     if len(tasks) < config.tasks_per_step:
         raise UsageError(
             f"{config.data}: {len(tasks)} tasks are left after {len(held_out)} held-out ones, a "
@@ -303,7 +313,7 @@ def make_world(config: Config) -> World:
         )
     mix = {"file": config.tasks_per_step}
     return World(
-        step_tasks=lambda step: step_tasks({"file": tasks}, step, config.seed, mix=mix),
+        tasks_of=lambda step: step_tasks({"file": tasks}, step, config.seed, mix=mix),
         eval_tasks=held_out,
         scripts=design.SCRIPTS,
         designer_prompt=prompt or None,
@@ -323,6 +333,15 @@ def rollout_options(config: Config, world: World) -> dict:
 
 
 # --- one step ---
+
+
+def check_finite(name: str, value: float, update: int) -> None:
+    """Raises FloatingPointError: a NaN must not reach the weights, and nothing skips it."""
+    if not math.isfinite(value):
+        raise FloatingPointError(
+            f"the {name} is {value} at update {update} of this optimizer: lower its learning rate; "
+            "what was saved before is intact"
+        )
 
 
 def roles_to_train(config: Config, step: int) -> tuple[str, ...]:
@@ -380,22 +399,26 @@ def plan_updates(parts: list[tuple[list, list]], config: Config, pad_id: int, se
     """
     updates = [[] for _ in range(config.updates_per_step)]
     for calls, advantages in parts:
+        if any(call.output_ids is None or call.logp_sampler is None for call in calls):
+            raise ValueError("calls without ids and log-probs can't be trained on: is it an API?")
         order = list(range(len(calls)))
         random.Random(seed).shuffle(order)
         for u, update in enumerate(updates):
             mine = sorted(order[u :: len(updates)])
-            some, a = [calls[i] for i in mine], [advantages[i] for i in mine]
-            n_tokens, forward = tokens_and_forwards(some, a, mask_truncated=config.mask_truncated)
-            lengths = [len(some[i].prompt_ids) + len(some[i].output_ids) for i in forward]
+            my_calls, my_advantages = [calls[i] for i in mine], [advantages[i] for i in mine]
+            n_tokens, forward = tokens_and_forwards(
+                my_calls, my_advantages, mask_truncated=config.mask_truncated
+            )
+            lengths = [len(my_calls[i].prompt_ids) + len(my_calls[i].output_ids) for i in forward]
             for rows in micro_batches(lengths, config.token_budget):
                 rows = [forward[r] for r in rows]
                 batch = pack(
-                    [some[i] for i in rows],
+                    [my_calls[i] for i in rows],
                     pad_id,
                     mask_truncated=config.mask_truncated,
                     device=config.device,
                 )
-                advantage = torch.tensor([a[i] for i in rows], device=config.device)
+                advantage = torch.tensor([my_advantages[i] for i in rows], device=config.device)
                 update.append(MicroBatch(batch, advantage, n_tokens))
     return updates
 
@@ -430,6 +453,7 @@ def train_on(policy: ScoringModel, optimizer: Optimizer, updates: list, config: 
                 clip_high=config.clip_high,
                 tis_cap=config.tis_cap,
             )
+            check_finite("loss", loss.item(), optimizer.updates)
             loss.backward()
             largest_gap = max(largest_gap, metrics.pop("sampler_gap_max").item())
             totals.update({name: value.item() for name, value in metrics.items()})
@@ -437,7 +461,7 @@ def train_on(policy: ScoringModel, optimizer: Optimizer, updates: list, config: 
         norms.append(optimizer.step(config))
     tokens = max(1.0, totals["tokens"])
     return {
-        "loss": totals["loss"],
+        "loss": totals["loss"] / max(1, len(norms)),
         "trained_tokens": int(totals["tokens"]),
         "clip_fraction": totals["clipped"] / tokens,
         "approx_kl": totals["kl_sum"] / tokens,
@@ -470,11 +494,7 @@ class Optimizer:
         """One update from the gradients that are there; returns their norm before clipping."""
         parameters = self.policy.parameters()
         norm = torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip).item()
-        if not math.isfinite(norm):
-            raise FloatingPointError(
-                f"the gradient norm is {norm} at update {self.updates}: lower --lr, or look at the "
-                "last lines of log.jsonl; the last checkpoint is intact"
-            )
+        check_finite("gradient norm", norm, self.updates)
         self.lr = self.peak * self.schedule(self.updates)
         for group in self.adamw.param_groups:
             group["lr"] = self.lr
@@ -487,7 +507,7 @@ class Optimizer:
 # --- the cold start ---
 
 
-def teacher_traces(config: Config, world: World, pool, score) -> list[Example]:
+def teacher_traces(config: Config, world: World, pool) -> list[Example]:
     """The toy teacher's correct traces, through the same rollout as everything else."""
     tasks = toy.make_tasks(
         config.sft_traces, f"{config.seed} cold start", kinds=toy.COLD_START_KINDS
@@ -500,15 +520,16 @@ def teacher_traces(config: Config, world: World, pool, score) -> list[Example]:
         progress(text, last=done == total)
 
     options = rollout_options(config, world) | {"seed": config.seed}
-    examples = collect(tasks, toy.teacher(), pool, score, on_progress=show, **options)
-    return examples
+    return collect(tasks, toy.teacher(), pool, score, on_progress=show, **options)
 
 
 def imitate(policy: ScoringModel, tokenizer, examples: list[Example], config: Config) -> None:
     """The cold start: `sft_steps` steps on the traces, with a cosine learning rate."""
     encoded = encode(examples, tokenizer, max_context=config.max_context, chat_kwargs=CHAT_KWARGS)
+    if len(encoded) < len(examples):
+        print(f"{len(examples) - len(encoded)} examples exceed --max-context: left out")
     if not encoded:
-        raise UsageError("the teacher left no correct trace: give more --sft-traces")
+        raise UsageError("every example exceeds --max-context: give a larger one")
     warmup = min(30, config.sft_steps)
     schedule = functools.partial(cosine, steps=config.sft_steps, warmup=warmup)
     optimizer = Optimizer(policy, config.sft_lr, config.weight_decay, schedule)
@@ -523,6 +544,7 @@ def imitate(policy: ScoringModel, tokenizer, examples: list[Example], config: Co
             batch = pack([calls[i] for i in part], tokenizer.pad_token_id, device=config.device)
             logp = policy(batch.input_ids, batch.attention_mask, None, batch.response_mask)
             part_loss = supervised_loss(logp, batch.loss_mask, n_tokens)
+            check_finite("loss", part_loss.item(), optimizer.updates)
             part_loss.backward()
             loss += part_loss.item()
         optimizer.step(config)
@@ -538,41 +560,68 @@ def imitate(policy: ScoringModel, tokenizer, examples: list[Example], config: Co
 def progress(text: str, *, last: bool) -> None:
     """A line that the next one overwrites; in a file or a pipe, a line each."""
     on_terminal = sys.stdout.isatty()
-    print(("\r" if on_terminal else "") + text, end="" if on_terminal and not last else "\n")
+    print(("\r\x1b[K" if on_terminal else "") + text, end="" if on_terminal and not last else "\n")
     sys.stdout.flush()
+
+
+def counter(label: str) -> Callable:
+    """For evaluate's on_progress: at most a line a second, or every ten seconds in a file."""
+    pause, shown = (1.0 if sys.stdout.isatty() else 10.0), [time.monotonic()]
+
+    def show(done: int, total: int, result: Result) -> None:
+        finished = done == total and len(result.rows) == total
+        if finished or time.monotonic() - shown[0] > pause:
+            shown[0] = time.monotonic()
+            progress(f"{label}: {done}/{total}", last=finished)
+
+    return show
 
 
 # --- checkpoints and files ---
 
 
+def read_config(folder: Path) -> Config:
+    """The settings of a run. Raises UsageError for a folder that is none."""
+    try:
+        saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return Config(**saved | {"resume": str(folder)})
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{folder} is no run folder, give one like runs/toy: {error}") from error
+
+
+@contextlib.contextmanager
+def whole(folder: Path) -> Iterator[Path]:
+    """Fill the folder that this yields; only then it becomes `folder`. OSError if it can't be."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    except (SafetensorError, RuntimeError) as error:  # how torch and safetensors say "disk full"
+        raise OSError(f"{folder} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def save_model(model, tokenizer, folder: Path, config: Config) -> None:
     """A Hugging Face folder that says how it is to be sampled (run_config.json)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    except (SafetensorError, RuntimeError) as error:  # how a full disk looks from in there
-        raise OSError(f"{folder} could not be written: {error}") from error
-    write_json(folder / "run_config.json", dataclasses.asdict(config))
+    with whole(folder) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        write_json(partial / "run_config.json", dataclasses.asdict(config))
 
 
 def save_checkpoint(folder: Path, step: int, state: State, config: Config) -> None:
-    """Written under another name, then renamed: a checkpoint is whole or not there. Keeps two."""
-    partial = folder / f".checkpoint-{step:06}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        save_model(state.policy.model, state.tokenizer, partial, config)
-        optimizers = {
-            role: {"adamw": o.adamw.state_dict(), "updates": o.updates}
-            for role, o in state.optimizers.items()
-        }
-        try:
-            torch.save({"step": step, "optimizers": optimizers}, partial / "optimizers.pt")
-        except RuntimeError as error:
-            raise OSError(f"{partial} could not be written: {error}") from error
-        partial.rename(folder / f"checkpoint-{step:06}")
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    """The model, and what each optimizer remembers. Keeps the last two."""
+    optimizers = {
+        role: {"adamw": o.adamw.state_dict(), "updates": o.updates, "lr": o.lr}
+        for role, o in state.optimizers.items()
+    }
+    with whole(folder / f"checkpoint-{step:06}") as partial:
+        save_model(state.policy.model, state.tokenizer, partial / "model", config)
+        torch.save({"step": step, "optimizers": optimizers}, partial / "optimizers.pt")
     for old in sorted(folder.glob("checkpoint-*"))[:-2]:
         shutil.rmtree(old)
 
@@ -583,16 +632,34 @@ def load_checkpoint(folder: Path, state: State) -> int:
     for role, optimizer in state.optimizers.items():
         optimizer.adamw.load_state_dict(saved["optimizers"][role]["adamw"])
         optimizer.updates = saved["optimizers"][role]["updates"]
+        optimizer.lr = saved["optimizers"][role]["lr"]
     return saved["step"]
 
 
 def cut_log(path: Path, step: int) -> None:
-    """Leaves the lines of steps before `step`: what came after the checkpoint is done again."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    kept = [line for line in lines if json.loads(line)["step"] < step]
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(line + "\n" for line in kept))
-    partial.rename(path)
+    """Leaves the lines of steps before `step`: what came after the checkpoint is done again.
+
+    A last line that was torn by a crash comes after the checkpoint too.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    kept = []
+    for line in lines:
+        try:
+            if json.loads(line)["step"] < step:
+                kept.append(line + "\n")
+        except json.JSONDecodeError:
+            break
+    write_text(path, "".join(kept))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def new_folder(config: Config) -> Path:
@@ -628,9 +695,13 @@ def draw_curve(log: list[dict], points: list[tuple[int, Result]], path: Path) ->
     steps = [line["step"] + 1 for line in log]
 
     def draw(axes, name: str, style: str = "-", **options) -> None:
-        values = [line.get(name, 0.0) for line in log]
+        missing = 0.0 if name.startswith("structure/") else None  # a share, or a kind not asked
+        known = [(x, line.get(name, missing)) for x, line in zip(steps, log, strict=True)]
+        known = [(x, value) for x, value in known if value is not None]
+        values = [value for _, value in known]
         recent = [values[max(0, i - 4) : i + 1] for i in range(len(values))]
-        axes.plot(steps, [sum(part) / len(part) for part in recent], style, **options)
+        means = [sum(part) / len(part) for part in recent]
+        axes.plot([x for x, _ in known], means, style, **options)
 
     for line in log:
         if line["role"] == "designer":
@@ -683,20 +754,31 @@ def shares_table(results: dict[str, Result]) -> str:
     return markdown_table(rows, ["structure shares", *structures])
 
 
-def sample_designs(name: str, rollouts: list[Rollout]) -> str:
-    """One design and its execution a kind of task, as markdown."""
-    seen, parts = set(), [f"# {name}\n"]
+def sample_designs(world: World, pool, config: Config, engine) -> str:
+    """A design and its execution for one task of each source, as markdown."""
+    tasks = {task.source or task.kind: task for task in reversed(world.eval_tasks[:64])}
+    rollouts = rollout(
+        list(tasks.values()) or world.tasks_of(0)[:3],
+        engine,
+        pool,
+        score,
+        n_designs=1,
+        n_executions=1,
+        seed=config.seed,
+        step=EVALUATION_STEP,
+        **rollout_options(config, world),
+    )
+    parts = []
     for rolled in rollouts:
-        if (rolled.task.source or rolled.task.kind) in seen:
-            continue
-        seen.add(rolled.task.source or rolled.task.kind)
         drawn = rolled.designs[0]
         execution = drawn.executions[0]
-        parts.append(f"## {rolled.task.question}\n\n```python\n{drawn.script or ''}```\n")
-        parts.append(f"{drawn.structure or drawn.error}; {execution.status}, ")
-        parts.append(f"reward {execution.reward:g}\n\n")
-        parts += [f"    {call.agent}: {call.text!r}\n" for call in execution.calls]
-        parts.append("\n")
+        parts += [
+            f"## {rolled.task.question}\n\n```python\n{drawn.script or ''}```\n",
+            f"{drawn.structure or drawn.error}; {execution.status}, ",
+            f"reward {execution.reward:g}\n\n",
+            *(f"    {call.agent}: {call.text!r}\n" for call in execution.calls),
+            "\n",
+        ]
     return "".join(parts)
 
 
@@ -718,10 +800,10 @@ def make_state(model, tokenizer, config: Config) -> State:
     model.to(config.device)
     policy = ScoringModel(model, temperature=config.temperature)
     warmup = config.warmup_steps
-    ramp = functools.partial(warm_up, warmup=warmup)
+    schedule = functools.partial(warm_up, warmup=warmup)
     roles = {"stagewise": ["designer", "executor"], "designer": ["designer"], "joint": ["joint"]}
     optimizers = {
-        role: Optimizer(policy, config.lr, config.weight_decay, ramp)
+        role: Optimizer(policy, config.lr, config.weight_decay, schedule)
         for role in roles.get(config.train, ["executor"])
     }
     engine = make_engine(copy.deepcopy(model), tokenizer, config)
@@ -737,10 +819,10 @@ def make_engine(model, tokenizer, config: Config) -> TorchEngine:
     return TorchEngine(model, tokenizer, max_context=config.max_context, chat_kwargs=CHAT_KWARGS)
 
 
-def train_step(step: int, state: State, world: World, pool, config: Config) -> tuple[dict, list]:
-    """The seven parts of a step; returns its metrics and its rollouts."""
+def train_step(step: int, state: State, world: World, pool, config: Config) -> dict:
+    """The seven parts of a step; returns its metrics."""
     began = time.monotonic()
-    tasks = world.step_tasks(step)
+    tasks = world.tasks_of(step)
     plan = {"n_designs": config.n_designs, "n_executions": config.n_executions}
     if config.train == "single":
         runs = config.n_designs * config.n_executions
@@ -772,35 +854,30 @@ def train_step(step: int, state: State, world: World, pool, config: Config) -> t
     metrics = train_on(state.policy, state.optimizers[role], updates, config)
     trained = time.monotonic()
     state.engine.load_weights(state.policy.model.named_parameters())
+    synced = time.monotonic()
     rewards, ran = rewards_of(rolled)
-    constant = (rewards.max(axis=(1, 2)) == rewards.min(axis=(1, 2))).mean()
-    of_designs = rewards.mean(axis=2)  # (B, M)
-    constant_designs = (of_designs.max(axis=1) - of_designs.min(axis=1) < 1e-6).mean()
-    metrics = {
+    constant = {  # a group is constant where all its advantages are exactly 0
+        "designer": (designer_advantages(rewards) == 0).all(axis=1).mean(),
+        "executor": (executor_advantages(rewards, ran) == 0).all(axis=(1, 2)).mean(),
+    }
+    total = tally(rolled)
+    tokens = total["tokens/designer"] + total["tokens/executor"]
+    seconds = {
+        "rollout": rolled_out - began,
+        "reward": sum(scoring),
+        "train": trained - rolled_out,
+        "sync": synced - trained,
+        "step": synced - began,
+    }
+    return {
         "step": step,
         "role": role,
-        **summary(rolled),
-        "constant_groups/executor": float(constant),
-        "constant_groups/designer": float(constant_designs),
+        **shares(total),
+        **{f"constant_groups/{name}": float(share) for name, share in constant.items()},
         **metrics,
+        **{f"seconds/{name}": value for name, value in seconds.items()},
+        "tokens_per_second": tokens / seconds["rollout"],
     }
-    done = time.monotonic()
-    tokens = sum(
-        len(call.output_ids)
-        for each in rolled
-        for d in each.designs
-        for call in [d.call, *(c for x in d.executions for c in x.calls)]
-        if call
-    )
-    metrics |= {
-        "seconds/rollout": rolled_out - began,
-        "seconds/reward": sum(scoring),
-        "seconds/train": trained - rolled_out,
-        "seconds/sync": done - trained,
-        "seconds/step": done - began,
-        "tokens_per_second": tokens / (rolled_out - began),
-    }
-    return metrics, rolled
 
 
 def reward_names(names: Iterable[str]) -> list[str]:
@@ -815,7 +892,9 @@ def reward_names(names: Iterable[str]) -> list[str]:
 
 def console_line(m: dict, steps: int) -> str:
     """One line a step."""
-    by_source = " ".join(f"{name[7:]} {m[name]:.2f}" for name in reward_names(m))
+    by_source = " ".join(
+        f"{name.removeprefix('reward/')} {m[name]:.2f}" for name in reward_names(m)
+    )
     return (
         f"{m['step'] + 1:4}/{steps} {m['role']:8} reward {m['reward']:.2f} ({by_source})"
         f"  valid {m['valid_designs']:.2f}  calls {m['calls_per_execution']:.1f}"
@@ -826,25 +905,25 @@ def console_line(m: dict, steps: int) -> str:
 
 def first_model(config: Config, folder: Path, world: World, pool) -> tuple:
     """(model, tokenizer) that RL starts from: --model, or the cold start of this run."""
-    if config.model:
-        return load_model(config.model, config.device)
-    if (folder / "cold_start").exists():
-        return load_model(folder / "cold_start", config.device)
-    examples = teacher_traces(config, world, pool, score)
+    if config.model or (folder / "cold_start").exists():
+        return load_model(config.model or folder / "cold_start", config.device)
+    examples = teacher_traces(config, world, pool)
     if not examples:
         raise UsageError("the teacher left no correct trace: give more --sft-traces")
     texts = [m["content"] for e in examples for m in e.messages] + [e.response for e in examples]
     tokenizer = toy.make_tokenizer(texts)
-    model = toy.make_model(tokenizer, config.seed)
+    model = toy.make_model(tokenizer, config.seed).to(config.device)
     imitate(ScoringModel(model), tokenizer, examples, config)
-    partial = folder / ".cold_start.partial"
-    save_model(model, tokenizer, partial, config)
-    partial.rename(folder / "cold_start")
+    save_model(model, tokenizer, folder / "cold_start", config)
     return model, tokenizer
 
 
-def held_out(engine, world: World, pool, config: Config, executor_engine=None) -> Result:
+def held_out(
+    label: str, world: World, pool, config: Config, engine, executor_engine=None
+) -> Result | None:
     """What is trained (designing, or the single agent) on the held-out tasks, one try each."""
+    if not world.eval_tasks:
+        return None
     return evaluate(
         world.eval_tasks,
         engine,
@@ -854,12 +933,13 @@ def held_out(engine, world: World, pool, config: Config, executor_engine=None) -
         scripts=world.scripts,
         executor_engine=executor_engine,
         seed=config.seed,
+        on_progress=counter(label),
         **rollout_options(config, world),
     )
 
 
 def run(config: Config, folder: Path, world: World) -> None:
-    """A whole run, or the rest of one: what is there in `folder` is not done again."""
+    """A whole run, or the rest of one: cold start and steps that are done are not done again."""
     if config.threads and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(config.threads)
     began = time.monotonic()
@@ -871,32 +951,32 @@ def run(config: Config, folder: Path, world: World) -> None:
         if config.train == "sft":
             print(f"cold start saved in {folder / 'cold_start'}")
             return
-        first_engine = make_engine(copy.deepcopy(model).to(config.device), tokenizer, config)
+        cold = make_engine(copy.deepcopy(model), tokenizer, config)
         checkpoints = sorted(folder.glob("checkpoint-*"))
         if checkpoints:
-            model, tokenizer = load_model(checkpoints[-1], config.device)
+            model, tokenizer = load_model(checkpoints[-1] / "model", config.device)
         state = make_state(model, tokenizer, config)
         done = load_checkpoint(checkpoints[-1], state) if checkpoints else 0
         cut_log(folder / "log.jsonl", done)
-        before = held_out(first_engine, world, pool, config) if config.eval_tasks else None
+        before = held_out("held-out tasks before", world, pool, config, cold)
         if before:
             print(f"held-out success before RL: {before.mean():.3f}")
-        first_samples = sample_designs("before", look(first_engine, world, pool, config))
+        samples = "# before\n\n" + sample_designs(world, pool, config, cold)
+        write_text(folder / "designs.md", samples)
         learn(state, world, pool, config, folder, done)
         save_model(state.policy.model, tokenizer, folder / "final", config)
-        samples = sample_designs("after", look(state.engine, world, pool, config))
-        (folder / "designs.md").write_text(first_samples + samples, encoding="utf-8")
-        log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-        after = held_out(state.engine, world, pool, config) if config.eval_tasks else None
+        samples += "# after\n\n" + sample_designs(world, pool, config, state.engine)
+        write_text(folder / "designs.md", samples)
+        after = held_out("held-out tasks after", world, pool, config, state.engine)
         points = [(0, before), (config.steps, after)] if before and after else []
+        log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         draw_curve(log, points, folder / "curve.png")
         if before and after:
-            engines = (first_engine, state.engine)
-            text = final_tables(engines, (before, after), world, pool, config)
-            (folder / "table.md").write_text(text, encoding="utf-8")
+            text = final_tables(cold, state.engine, before, after, world, pool, config)
+            write_text(folder / "table.md", text)
             print("\n" + text)
     minutes = (time.monotonic() - began) / 60
-    print(f"{minutes:.1f} minutes. Curve, samples, tables, checkpoints: {folder}")
+    print(f"{minutes:.1f} minutes. Everything is in {folder}: look at curve.png and designs.md")
 
 
 def learn(state: State, world: World, pool, config: Config, folder: Path, done: int) -> None:
@@ -904,43 +984,41 @@ def learn(state: State, world: World, pool, config: Config, folder: Path, done: 
     without_reward = 0
     with (folder / "log.jsonl").open("a", encoding="utf-8") as log:
         for step in range(done, config.steps):
-            metrics, _ = train_step(step, state, world, pool, config)
+            metrics = train_step(step, state, world, pool, config)
             log.write(json.dumps(metrics) + "\n")
             log.flush()
             print(console_line(metrics, config.steps), flush=True)
             without_reward = 0 if metrics["reward"] else without_reward + 1
             if without_reward == ZERO_STEPS:
                 print(
-                    f"no reward in {ZERO_STEPS} steps: nothing can be learned so. Look at the "
-                    "statuses in log.jsonl, and at designs with evaluate.py"
+                    f"no reward in {ZERO_STEPS} steps: nothing can be learned so. Look at status/* "
+                    f"in {folder / 'log.jsonl'}, and at {folder / 'designs.md'}"
                 )
             if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
                 save_checkpoint(folder, step + 1, state, config)
 
 
-def look(engine, world: World, pool, config: Config) -> list[Rollout]:
-    """A few designs, one a kind of task, to read."""
-    tasks = world.eval_tasks[:3] or world.step_tasks(0)[:3]
-    options = rollout_options(config, world) | {"seed": config.seed}
-    return rollout(tasks, engine, pool, score, n_designs=1, n_executions=1, **options)
-
-
-def final_tables(engines: tuple, results: tuple, world: World, pool, config: Config) -> str:
+def final_tables(
+    cold, trained, before: Result, after: Result, world: World, pool, config: Config
+) -> str:
     """Success, who contributed, structure shares, and every structure forced on every task."""
-    (first, last), (before, after) = engines, results
     success = {"before": before}
     if config.train != "single":
-        success["new designer, old executor"] = held_out(last, world, pool, config, first)
-        success["old designer, new executor"] = held_out(first, world, pool, config, last)
+        for name, designer, executor in (
+            ("new designer, old executor", trained, cold),
+            ("old designer, new executor", cold, trained),
+        ):
+            success[name] = held_out(name, world, pool, config, designer, executor)
     success["after"] = after
-    options = rollout_options(config, world) | {"seed": config.seed}
     tasks = world.eval_tasks[:ORACLE_TASKS]
-    oracles = {
-        name: oracle_table(tasks, engine, pool, score, world.scripts, **options)
-        for name, engine in (("before", first), ("after", last))
-    }
+    options = rollout_options(config, world) | {"seed": config.seed}
     parts = [success_table(success), shares_table({"before": before, "after": after})]
-    parts += [f"every structure forced, {name}\n\n{oracle_text(o)}" for name, o in oracles.items()]
+    for name, engine in (("before", cold), ("after", trained)):
+        label = f"every structure forced, {name}"
+        table = oracle_table(
+            tasks, engine, pool, score, world.scripts, on_progress=counter(label), **options
+        )
+        parts.append(f"{label}\n\n{oracle_text(table)}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -948,27 +1026,31 @@ def print_header(config: Config, folder: Path) -> None:
     """What this run is, and what protects the machine from its scripts."""
     force = in_force()
     missing = ", ".join(force["missing"]) or "nothing"
-    print(f"run {folder}: preset {config.preset}, train {config.train}, seed {config.seed}")
-    print(f"{config.steps} steps of {config.tasks_per_step} tasks x {config.n_designs} designs")
-    print(f"  x {config.n_executions} executions, stages of {config.stage_length}")
-    print(f"sandbox {force['isolation']}: {', '.join(force['layers'])}; missing: {missing}")
+    print(
+        f"run {folder}: preset {config.preset}, train {config.train}, seed {config.seed}\n"
+        f"{config.steps} steps of {config.tasks_per_step} tasks x {config.n_designs} designs x "
+        f"{config.n_executions} executions, stages of {config.stage_length}\n"
+        f"sandbox {force['isolation']}: {', '.join(force['layers'])}; missing: {missing}"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
-    config, folder = parse(argv), None
-    disable_progress_bar()  # of Transformers, whose bars would break ours
+    folder = None
     try:
+        config = parse(argv)
+        disable_progress_bar()  # of Transformers, whose bars would break ours
         if config.resume:
             folder = Path(config.resume)
-            saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            config = Config(**saved | {"resume": config.resume})
+            config = read_config(folder)
+            if (folder / "table.md").exists():
+                raise UsageError(f"{folder} is finished: see its table.md")
         if config.device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
             config = dataclasses.replace(config, device=device)
         configure(config.isolation)
-        world = make_world(config)  # before the folder: what can't work leaves nothing behind
+        world = make_world(config)
         if config.model:
-            check_folder(config.model)
+            load_model(config.model, config.device)  # what can't work leaves no folder behind
         if not config.resume:
             folder = new_folder(config)
             write_json(folder / "config.json", dataclasses.asdict(config))
@@ -981,8 +1063,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         go_on = f"go on with: python train.py --resume {folder}" if folder else "nothing was made"
-        print(f"\ninterrupted; {go_on}", file=sys.stderr)
-        return 130
+        print(f"\ninterrupted; {go_on}", file=sys.stderr, flush=True)
+        os._exit(130)  # at once: Python would wait for threads that are still scoring
     return 0
 
 

@@ -554,11 +554,11 @@ def test_an_invalid_design_fills_its_row():
     assert ran.tolist() == [[[False, False], [False, False], [True, True]]]
 
 
-def test_a_question_that_fits_no_context_is_an_invalid_design():
+def test_a_question_that_fits_no_context_overflows_it():
     engine = FakeEngine(lambda key, messages, seed: reply_with("echo"), too_long=["HUGE"])
     tasks = [make_task("HUGE"), make_task("q")]
     rollouts = play(tasks, {}, engine=engine, scripts=None, n_designs=1)
-    assert statuses(rollouts) == [[["invalid_design"] * 2], [["ok"] * 2]]
+    assert statuses(rollouts) == [[["context_overflow"] * 2], [["ok"] * 2]]
     assert rollouts[0].designs[0].error.startswith("question_too_long: ")
     assert rollouts[0].designs[0].call is None
 

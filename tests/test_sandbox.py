@@ -574,9 +574,9 @@ def test_large_input_and_output_and_caps():
 
 
 def test_memory_limit():
-    code = "x = bytearray(600 << 20)"
-    assert sandbox.run_program(code, memory_mb=1024).status == "ok"
-    assert sandbox.run_program(code, memory_mb=512).error == "MemoryError"
+    code = "x = bytearray(200 << 20)"
+    assert sandbox.run_program(code, memory_mb=512, cpu_s=60, wall_s=200).status == "ok"
+    assert sandbox.run_program(code, memory_mb=128).error == "MemoryError"
 
 
 def test_call_mode():
@@ -1308,14 +1308,17 @@ def test_long_use_leaks_neither_descriptors_nor_memory(pool):
         while pool.live():
             pool.poll()
 
+    def settled():  # the server closes its ends a little later than the host
+        before = used()
+        while time.sleep(0.3) or (now := used())[0] != before[0]:
+            before = now
+        return now
+
     work(20)
-    files, pages = used()
+    files, pages = settled()
     work(80)
-    until = time.monotonic() + 10
-    while used()[0] != files and time.monotonic() < until:  # the server closes its ends later
-        time.sleep(0.02)
-    files_later, pages_later = used()
-    assert files_later == files
+    files_later, pages_later = settled()
+    assert all(later <= first for first, later in zip(files, files_later, strict=True))
     assert all(later - first < 256 for first, later in zip(pages, pages_later, strict=True))
 
 
