@@ -42,7 +42,7 @@ A script has descriptor 3: JSON lines, one message at a time.
     {"answer": str}     the last one counts                                   nothing
 
 Exact fields; role is system, user or assistant; at most 1 MiB a line, 64 calls a message, 64 chat
-messages a call, 4,096 lines a script; no message while one is open. Anything else ends the script:
+messages a call, 4,096 lines and 32 tool runs a script; no message while one is open. Else it ends:
 status "crashed", error "channel: ...". So does leaving before the reply. The events of one script
 alternate strictly: "calls", reply(), "calls", reply(), ..., "ended". A script that dies with an
 open question is reported after that question's reply, so what a rollout sees does not depend on
@@ -706,6 +706,7 @@ LINE_CAP = 1 << 20  # bytes of one channel message
 MAX_CALLS = 64  # calls in one channel message
 MAX_MESSAGES = 64  # chat messages in one call
 MAX_LINES = 4096  # channel messages of one script
+MAX_TOOL_RUNS = 32  # {"python": ...} messages of one script: each may run for 15 s
 TOOL_OUTPUT_CAP = 10_000  # characters of the output that a {"python": ...} message is sent
 GRACE_S = 60.0  # how long the host waits for its server beyond what it asked for
 
@@ -1109,7 +1110,7 @@ class _Script:
         channel.owner = leash.owner = self
         self.state = "starting"  # "running" | "asked" (waits for texts) | "tool" (for an output)
         self.deadline = time.monotonic() + 2 * GRACE_S  # of the server, until "ready"
-        self.lines = self.asked = 0
+        self.lines = self.tool_runs = self.asked = 0
         self.answer: str | None = None
         self.killed = ""  # why we ended it
         self.end: RunResult | None = None
@@ -1328,6 +1329,9 @@ class ScriptPool:
         if "answer" in message:
             script.answer = message["answer"]
         elif "python" in message:
+            script.tool_runs += 1
+            if script.tool_runs > MAX_TOOL_RUNS:
+                raise _Violation(f"more than {MAX_TOOL_RUNS} tool runs")
             script.state = "tool"
             work = (script, message["python"])
             threading.Thread(target=self._run_tool, args=work, daemon=True).start()

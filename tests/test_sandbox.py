@@ -881,6 +881,10 @@ VIOLATIONS = {
         "more than 1048576 bytes",
     ),
     "flood": ("while True: tell({'answer': 'x'})", "more than 4096 messages"),
+    "tools": (
+        "for _ in range(40): tell({'python': '1'}); os.read(3, 9999)",
+        "more than 32 tool runs",
+    ),
     "out of turn": ("tell({'calls': [call('a', 'x')]})\n" * 2 + STAY, "before the reply"),
     "half a message early": (
         "tell({'calls': [call('a', 'x')]}); os.write(3, b'{')" + STAY,
