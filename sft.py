@@ -32,13 +32,16 @@ Source: MetaAgent-X (arXiv 2605.14212), supervised cold start.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from data import DataError
 from execute import Rollout, rollout
 
 
@@ -85,23 +88,63 @@ def collect(
     score: Callable,
     *,
     batch: int = 256,
+    first_task: int = 0,
     on_progress: Callable[[int, int, int], None] | None = None,
     **options,
 ) -> list[Example]:
     """One design and one execution a task by `teacher`, kept where correct.
 
-    options: those of execute.rollout. on_progress(tasks done, tasks, examples kept).
+    options: those of execute.rollout. first_task: the place of tasks[0] among all tasks, for the
+    seeds. on_progress(tasks done, tasks, examples kept).
     """
     examples: list[Example] = []
     for start in range(0, len(tasks), batch):
         part = tasks[start : start + batch]
-        rolled = rollout(
-            part, teacher, pool, score, n_designs=1, n_executions=1, first_task=start, **options
-        )
+        plan = {"n_designs": 1, "n_executions": 1, "first_task": first_task + start}
+        rolled = rollout(part, teacher, pool, score, **plan, **options)
         examples += examples_of(rolled)
         if on_progress:
             on_progress(start + len(part), len(tasks), len(examples))
     return examples
+
+
+def read_examples(path: str | Path) -> list[Example]:
+    """The examples of a JSONL file: {"messages": [{"role", "content"}, ...], "response": text}.
+
+    Other fields of a line are for people and are not read. Raises DataError, in one line that
+    names the first line that is not of this form.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} can't be read: {error}") from error
+    examples = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                examples.append(read_example(line))
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(
+                    f"{path}, line {number}: {error!r}; a line is"
+                    ' {"messages": [{"role": ..., "content": ...}], "response": ...}'
+                ) from error
+    if not examples:
+        raise DataError(f"{path} holds no example: give one JSON object a line")
+    return examples
+
+
+def read_example(line: str) -> Example:
+    """One line of the file. Raises ValueError, KeyError or TypeError where it is of another form.
+
+    >>> read_example('{"messages": [{"role": "user", "content": "2+2"}], "response": "4"}').response
+    '4'
+    """
+    row = json.loads(line)
+    messages = [{part: turn[part] for part in ("role", "content")} for turn in row["messages"]]
+    texts = [row["response"], *(text for turn in messages for text in turn.values())]
+    if not messages or not all(isinstance(text, str) for text in texts):
+        raise TypeError("texts must be strings, and there must be a message")
+    return Example(messages, row["response"])
 
 
 def encode(

@@ -4,10 +4,12 @@
     python train.py --help                     # every setting, with a line of help
     python train.py --train joint --model runs/toy/cold_start     # an ablation, from the same start
     python train.py --resume runs/toy          # go on after the last checkpoint
+    torchrun --nproc_per_node 8 train.py --preset qwen3-8b        # a full run on 8 GPUs
+    python train.py --preset qwen3-8b --dry-run                   # does it fit? prints the plan
 
 One step, in seven parts:
 
-    1  tasks      B tasks
+    1  tasks      B tasks, shared out over the ranks
     2  rollout    M designs a task, N executions a design: rewards[B, M, N]        execute.py
     3  reward     a math verifier or unit tests: 0 or 1                           reward.py
     4  advantage  designer: a design's mean against the M designs of its task     advantage.py
@@ -23,7 +25,7 @@ What holds the parts together, and where it differs from the reference implement
   warm-up). The reference keeps one Adam and a learning rate of 1e-9, so the "frozen" role still
   moves its moments.
 - The token mean is one number for an update: sum over its trained tokens / n_tokens, however it
-  is cut into micro-batches.
+  is cut into micro-batches and ranks.
 - `updates_per_step` = U cuts the calls of a step into U disjoint parts, one optimizer step
   each. At 1 the ratio is exactly 1 and the clip idle; then `logp_old` is the same forward,
   detached. At more it is computed for all parts before the first update.
@@ -31,9 +33,19 @@ What holds the parts together, and where it differs from the reference implement
   by its momentum and its decay alone. Such updates are counted (`skipped`).
 - A loss or a gradient that is not finite raises. Nothing is skipped with a print.
 
+Many ranks, one program. Under torchrun every rank plays its part of the tasks with an engine of
+its own; then all ranks get all calls (ids and log-probs are small beside the model), make the same
+plan of micro-batches, and take every R-th of it. So advantages, token counts and metrics are those
+of a single process, and no rank can wait for a micro-batch that another one doesn't have: where
+calls are too few, it runs an empty one. FSDP2 shards weights, gradients and moments; it averages
+gradients over ranks, so the loss is multiplied by their number:
+
+    4 ranks hold loss sums 1, 2, 3, 6 of 12 tokens; the token mean is 12 / 12 = 1.
+    Each divides by 12; FSDP averages: (1 + 2 + 3 + 6) / 12 / 4 = 0.25; times 4 it is 1.
+
 Files of a run, in runs/NAME/: config.json; log.jsonl, a line a step; curve.png; designs.md,
 samples before and after; sandbox.json, the layers in force; table.md, the final tables;
-cold_start/ and final/, Hugging Face folders; checkpoint-STEP/, the last two, each whole.
+cold_start/ and final/, Hugging Face folders; checkpoint-STEP/, the last ones, each whole.
 """
 
 from __future__ import annotations
@@ -47,30 +59,41 @@ import json
 import math
 import os
 import random
+import re
 import shutil
+import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 import design
 import toy
 from advantage import designer_advantages, executor_advantages
-from data import DATASETS, DataError, load, normalise_text, step_tasks
-from engine import TorchEngine
+from data import DATASETS, DataError, load, load_mix, normalise_text, parse_mix, step_tasks
+from engine import EngineError, TorchEngine, VLLMEngine, vllm_missing
 from evaluate import (
     CHAT_KWARGS,
     EVALUATION_STEP,
     OneLineParser,
     Result,
     UsageError,
+    check_folder,
     evaluate,
+    find_model,
     load_model,
     markdown_table,
     oracle_table,
@@ -80,23 +103,37 @@ from evaluate import (
     usable_tasks,
     write_json,
 )
-from execute import rewards_of, rollout, shares, tally
+from execute import Rollout, rewards_of, rollout, shares, tally
 from grpo import (
+    LOGPROB_CHUNK,
     Batch,
     ScoringModel,
     active_role,
+    empty_batch,
     micro_batches,
     pack,
+    padding_waste,
     policy_loss,
     tokens_and_forwards,
 )
+from plan import SHAPES, Shape, generation_plan, memory_plan
 from reward import score
 from sandbox import SandboxError, ScriptPool, configure, in_force
-from sft import Example, batches, collect, cosine, encode, supervised_loss
+from sft import Example, batches, collect, cosine, encode, read_examples, supervised_loss
 
 BETAS = (0.9, 0.95)  # of every AdamW here
 ORACLE_TASKS = 240  # held-out tasks on which every structure is tried
 ZERO_STEPS = 10  # so many steps in a row without any reward are worth a warning
+GRACE_S = 5.0  # a rank that lost another one lets it end first
+GAP_BOUND = {"float32": 1e-3, "bfloat16": 0.05}  # mean |trainer - sampler| log-prob at the start
+# train -> whose optimizers there are; the others have one, the executor's
+ROLES_OF = {
+    "stagewise": ["designer", "executor"],
+    "designer": ["designer"],
+    "joint": ["joint"],
+    "sft": ["sft"],
+}
+NOT_SETTINGS = ("out", "name", "resume", "dry_run", "export")  # flags that change no result
 
 
 def setting(default, text: str, **metadata):
@@ -107,16 +144,31 @@ def setting(default, text: str, **metadata):
 class Config:
     """Every setting of a run. The defaults are the paper's; a preset overrides some."""
 
-    preset: str = setting("toy", "a set of defaults: toy")
+    preset: str = setting("toy", "a set of defaults: toy | qwen3-0.6b | -1.7b | -4b | -8b")
     name: str = setting("", "the run's folder under --out; default: the preset's name and a number")
     out: str = setting("runs", "where run folders go")
-    resume: str = setting("", "a run folder: go on after its last checkpoint, with its settings")
+    resume: str = setting(
+        "",
+        "a run folder: go on after its last checkpoint, with its settings; auto: the folder of"
+        " --name (or the preset) if it is there, else a new run (for jobs that are restarted)",
+    )
+    dry_run: bool = setting(False, "print memory plan, tokens a step and data mix, and exit")
+    export: str = setting("", "a checkpoint folder: write it as a Hugging Face folder, and exit")
     seed: int = setting(0, "all sampling seeds and the toy's first weights derive from it")
-    model: str = setting("", "model folder to start from; toy without it: new weights, cold start")
+    model: str = setting(
+        "", "folder or hub name to start from; toy without it: new weights, cold start"
+    )
     data: str = setting(
         "",
-        "training tasks: a file (JSONL, Parquet) or a data set of data.py; default: the preset's",
+        "training tasks: a file (JSONL, Parquet), a data set of data.py, or a mix with tasks a step"
+        " such as polaris=4,apps=2,codecontests=2; with --train sft a file of traces",
     )
+    eval_data: str = setting(
+        "", "held-out tasks: files or data sets, with commas; default: some of the training tasks"
+    )
+    keep: str = setting("", "a file of task ids to train on (evaluate.py --check-golds makes it)")
+    difficulty: str = setting("", "keep Polaris tasks of k/8 with k in this range, such as 1-7")
+    max_tests: int = setting(16, "tests a training program is judged by, at most")
 
     train: str = setting(
         "stagewise",
@@ -140,6 +192,11 @@ class Config:
     clip_low: float = setting(0.2, "the ratio is clipped at 1 - this")
     clip_high: float = setting(0.2, "the ratio is clipped at 1 + this")
     tis_cap: float = setting(2.0, "largest importance weight between sampler and trainer")
+    gap_bound: float = setting(
+        0.0,
+        "at the start, mean |log-prob of trainer - of sampler| allowed (20 times that for a single"
+        " token); 0: 0.001 in float32, 0.05 in bfloat16",
+    )
     updates_per_step: int = setting(4, "optimizer steps a rollout, on disjoint parts of its calls")
     normalize_std: bool = setting(True, "divide advantages by the group's standard deviation")
     mask_truncated: bool = setting(True, "leave replies that hit their token limit out of the loss")
@@ -165,10 +222,39 @@ class Config:
     sft_lr: float = setting(1e-5, "cold start: peak learning rate")
 
     eval_tasks: int = setting(512, "held-out tasks, before and after")
+    tables: bool = setting(
+        False, "at the end: who contributed, and every structure forced (needs a second engine)"
+    )
     checkpoint_every: int = setting(10, "steps between checkpoints")
+    keep_checkpoints: int = setting(2, "how many of the last checkpoints stay")
     device: str = setting("auto", "where the model lives", choices=("auto", "cpu", "cuda"))
+    dtype: str = setting(
+        "float32",
+        "of the forward pass and the engine; master weights and moments are float32",
+        choices=("float32", "bfloat16"),
+    )
+    recompute: bool = setting(False, "activation checkpointing: less memory, a third more compute")
+    engine: str = setting(
+        "auto",
+        "who generates; auto: vllm where CUDA and vLLM are, else torch",
+        choices=("auto", "torch", "vllm"),
+    )
+    vllm_memory: float = setting(0.6, "share of the GPU's memory that vLLM may take")
+    timeout_minutes: float = setting(60.0, "a rank that waits longer for another one gives up")
     threads: int = setting(0, "torch threads; 0: torch's choice. OMP_NUM_THREADS overrides")
 
+
+QWEN3 = dict(
+    data="polaris=4,apps=2,codecontests=2",
+    eval_data="aime24,aime25,olympiadbench,livecodebench",
+    eval_tasks=64,
+    checkpoint_every=30,
+    dtype="bfloat16",
+    recompute=True,
+    sft_steps=250,  # 11,000 traces, about three times each
+)
+# One GPU: shorter replies, and memory shared between the engine and the trainer (see --dry-run).
+ONE_GPU = dict(max_context=6144, designer_max_tokens=2048, executor_max_tokens=4096)
 
 PRESETS = {
     "toy": dict(
@@ -187,10 +273,21 @@ PRESETS = {
         sft_steps=1000,
         sft_batch=64,
         sft_lr=3e-3,
+        tables=True,
         device="cpu",
+        engine="torch",
         threads=1,
     ),
+    # The paper's two models and numbers, 8 GPUs of 141 GB.
+    "qwen3-8b": QWEN3 | dict(model="Qwen/Qwen3-8B"),
+    "qwen3-4b": QWEN3 | dict(model="Qwen/Qwen3-4B"),
+    # One GPU of 80 GB, one of 24 GB.
+    "qwen3-1.7b": QWEN3 | ONE_GPU | dict(model="Qwen/Qwen3-1.7B", vllm_memory=0.3),
+    "qwen3-0.6b": QWEN3
+    | ONE_GPU
+    | dict(model="Qwen/Qwen3-0.6B", vllm_memory=0.25, token_budget=8192),
 }
+CARDS = {"qwen3-8b": (8, 141), "qwen3-4b": (8, 141), "qwen3-1.7b": (1, 80), "qwen3-0.6b": (1, 24)}
 
 
 def parse(argv: list[str] | None = None) -> Config:
@@ -223,40 +320,35 @@ def parse(argv: list[str] | None = None) -> Config:
     config = Config(**vars(parser.parse_args(argv)))
     try:
         check(config)
-        if config.resume and config != Config(**defaults | {"resume": config.resume}):
+        given = config != Config(**defaults | {"resume": config.resume})
+        if config.resume not in ("", "auto") and given:
             raise UsageError("--resume goes on with the run's own settings: give no other flag")
         if config.designer_prompt:
             prompt = read_prompt(config.designer_prompt)
             config = dataclasses.replace(config, designer_prompt=prompt)
-    except UsageError as error:
+    except (UsageError, DataError) as error:
         parser.error(str(error))
     return config
 
 
 def check(config: Config) -> None:
     """Raises UsageError for settings that can't work, before anything is made."""
-    at_least_1 = (
-        "tasks_per_step n_designs n_executions stage_length updates_per_step token_budget max_calls"
-        " designer_max_tokens executor_max_tokens max_context checkpoint_every sft_batch"
-    )
-    for name in at_least_1.split():
-        if getattr(config, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(config, name)}: at least 1")
-    for name in "steps warmup_steps sft_traces sft_steps eval_tasks threads".split():
-        if getattr(config, name) < 0:
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(config, name)}: at least 0")
+    check_numbers(config)
     if config.temperature != 1.0:
         raise UsageError("--temperature must be 1 in training: another one trains another policy")
-    for name in ("model", "data", "resume", "designer_prompt"):
+    for name in ("model", "resume", "designer_prompt", "keep", "export"):
         given = getattr(config, name)
-        if given and not Path(given).exists() and not (name == "data" and given in DATASETS):
+        on_hub = name == "model" and re.fullmatch(r"[\w.-]+/[\w.-]+", given)
+        if given and not (Path(given).exists() or on_hub or (name == "resume" and given == "auto")):
             raise UsageError(f"--{name.replace('_', '-')}: there is no {given}: give a path")
-    for name in "lr sft_lr grad_clip tis_cap".split():
-        if not 0 < getattr(config, name) < math.inf:
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(config, name)}: more than 0")
-    for name in "weight_decay clip_low clip_high".split():
-        if not 0 <= getattr(config, name) < math.inf:
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(config, name)}: at least 0")
+    mixed = config.data and config.train != "sft"
+    names = list(parse_mix(config.data)) if mixed else []
+    for given in names + split_names(config.eval_data):
+        if not Path(given).is_file() and given not in DATASETS:
+            raise UsageError(
+                f"--data, --eval-data: no file {given} and no data set of that name: give a file,"
+                f" or one of {', '.join(DATASETS)}"
+            )
     if config.preset != "toy" and not (config.model and config.data):
         raise UsageError("give --model, a folder, and --data, a file with training tasks")
     if not config.model and (config.data or config.designer_prompt):
@@ -264,12 +356,186 @@ def check(config: Config) -> None:
     if not config.model and not (config.sft_steps and config.sft_traces):
         raise UsageError("a cold start needs --sft-steps and --sft-traces, or give --model")
     if config.train == "sft":
-        if config.model:
-            raise UsageError("--train sft makes a cold start from scratch: leave out --model")
+        if bool(config.model) != bool(config.data):
+            raise UsageError(
+                "--train sft imitates the traces of --data FILE from --model, or, without both,"
+                " makes the toy's cold start: give both or none"
+            )
+        if config.data and not (Path(config.data).is_file() and config.sft_steps):
+            raise UsageError("--train sft: --data must be a file of traces, --sft-steps at least 1")
     elif config.n_designs * config.n_executions < 2:
         raise UsageError("one execution a task has nothing to compare with: M x N of at least 2")
     elif config.train in ("stagewise", "joint", "designer") and config.n_designs < 2:
         raise UsageError("--n-designs is 1: a designer learns by comparing 2 designs or more")
+    if config.tables and config.engine == "vllm":
+        raise UsageError("--tables needs two engines, vLLM takes the GPU for one: --no-tables")
+
+
+def check_numbers(config: Config) -> None:
+    """Raises UsageError for a number out of its range."""
+    at_least_1 = (
+        "tasks_per_step n_designs n_executions stage_length updates_per_step token_budget max_calls"
+        " designer_max_tokens executor_max_tokens max_context checkpoint_every keep_checkpoints"
+        " sft_batch max_tests"
+    )
+    for name in at_least_1.split():
+        if getattr(config, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(config, name)}: at least 1")
+    for name in "steps warmup_steps sft_traces sft_steps eval_tasks threads".split():
+        if getattr(config, name) < 0:
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(config, name)}: at least 0")
+    for name in "lr sft_lr grad_clip tis_cap timeout_minutes".split():
+        if not 0 < getattr(config, name) < math.inf:
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(config, name)}: more than 0")
+    for name in "weight_decay clip_low clip_high gap_bound".split():
+        if not 0 <= getattr(config, name) < math.inf:
+            raise UsageError(f"--{name.replace('_', '-')} is {getattr(config, name)}: at least 0")
+    if not 0 < config.vllm_memory <= 1:
+        raise UsageError(f"--vllm-memory is {config.vllm_memory}: a share, above 0 and at most 1")
+    difficulty_range(config.difficulty)
+
+
+def difficulty_range(text: str) -> tuple[int, int] | None:
+    """
+    >>> difficulty_range("1-7"), difficulty_range("")
+    ((1, 7), None)
+    """
+    if not text:
+        return None
+    found = re.fullmatch(r"([0-8])-([0-8])", text)
+    if not found:
+        raise UsageError(f"--difficulty is {text!r}: give two of 0 to 8, such as 1-7")
+    return int(found[1]), int(found[2])
+
+
+def split_names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+# --- ranks: the only part of the project that knows of several processes ---
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def start_ranks(config: Config) -> None:
+    """Joins the processes that torchrun started; on a GPU without torchrun, a group of one.
+
+    Without either there is no group and no FSDP: a plain model on a CPU.
+    """
+    cuda = config.device == "cuda"
+    if "RANK" not in os.environ:
+        if not cuda:
+            return
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        timeout=timedelta(minutes=config.timeout_minutes),
+    )
+
+
+def say(text: str, **options) -> None:
+    """Prints, on the first rank only."""
+    if rank() == 0:
+        print(text, flush=True, **options)
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        sum_over_ranks([0.0])
+
+
+def gather(part: list) -> list:
+    """The lists of all ranks, one after the other, on every rank."""
+    if ranks() == 1:
+        return part
+    parts = [None] * ranks()
+    dist.all_gather_object(parts, part)
+    return [item for part in parts for item in part]
+
+
+def sum_over_ranks(values: list[float]) -> list[float]:
+    if ranks() == 1:
+        return values
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def my_share(items: list) -> tuple[int, list]:
+    """(place of the first one, this rank's stretch of `items`), as data.step_tasks cuts them."""
+    first, last = (r * len(items) // ranks() for r in (rank(), rank() + 1))
+    return first, items[first:last]
+
+
+def shard(policy: ScoringModel, config: Config) -> ScoringModel:
+    """FSDP2 over all ranks, layer by layer and then the rest; nothing to do in a plain process.
+
+    The master weights are float32 whatever was loaded, and a layer's are whole in memory only
+    while it is cast here, and while it computes. Gradients are summed in float32.
+    """
+    device = torch.device(config.device)
+    if config.recompute:
+        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        policy.train()  # or Transformers computes without checkpoints; there is no dropout
+    if not dist.is_initialized():
+        return policy.to(device)
+    precision = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32
+    )
+    mesh = dist.init_device_mesh(device.type, (ranks(),))
+    for layer in policy.model.base_model.layers:
+        fully_shard(layer.to(device, torch.float32), mesh=mesh, mp_policy=precision)
+    fully_shard(policy.to(device, torch.float32), mesh=mesh, mp_policy=precision)
+    return policy
+
+
+def full_weights(policy: ScoringModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor), one at a time. All ranks must take all of them: each is a collective.
+
+    The cast comes first: half the bytes travel, and an engine of that dtype need not cast.
+    """
+    for name, weight in policy.model.named_parameters():
+        weight = weight.detach().to(dtype)
+        yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+# --- SIGTERM: save, and go ---
+
+
+class Preempted(Exception):
+    """SIGTERM came: the machine is wanted back. What is done is saved, and the exit status is 0."""
+
+
+class Preemption:
+    """Notes SIGTERM. Raises Preempted at once where nothing can be lost, else learn() asks."""
+
+    def __init__(self):
+        self.asked, self.at_once = False, True
+
+    def __call__(self, signum, frame) -> None:
+        self.asked = True
+        if self.at_once:
+            raise Preempted
+
+    @contextlib.contextmanager
+    def raising(self, at_once: bool) -> Iterator[None]:
+        before, self.at_once = self.at_once, at_once
+        try:
+            yield
+        finally:
+            self.at_once = before
+
+
+preemption = Preemption()
 
 
 # --- what a preset brings: model, tasks, scripts ---
@@ -279,14 +545,15 @@ def check(config: Config) -> None:
 class World:
     """Where tasks come from and how they are asked. Steps and evaluation know no more than this."""
 
-    tasks_of: Callable[[int], list]  # step -> its B tasks
+    tasks_of: Callable[[int], list]  # step -> its B tasks, of all ranks
     eval_tasks: list
     scripts: dict[str, str]  # structure -> script: baselines and the oracle table
     designer_prompt: str | None
+    mix: dict[str, int] = field(default_factory=dict)  # data set -> tasks a step
 
 
 def make_world(config: Config) -> World:
-    """Tasks and scripts of the preset, or of the file that --data names. Raises UsageError."""
+    """Tasks and scripts of the preset, or of what --data names. Raises UsageError, DataError."""
     prompt = config.designer_prompt
     if not config.data:
         return World(
@@ -294,30 +561,68 @@ def make_world(config: Config) -> World:
             eval_tasks=toy.make_tasks(config.eval_tasks, f"{config.seed} eval", held_out=True),
             scripts=toy.SCRIPTS,
             designer_prompt=prompt or toy.DESIGNER_PROMPT,
+            mix={"toy": config.tasks_per_step},
         )
-    tasks, report = load(config.data)
-    print(report)
-    tasks, unusable = usable_tasks(tasks)
-    if unusable:
-        print(f"{len(unusable)} golds can't be graded, the first is {unusable[0].id}: left out")
-    if any("check" in (task.tests or {}) for task in tasks):
-        raise UsageError(f"{config.data}: HumanEval is for evaluation, give rows with tests")
-    random.Random(config.seed).shuffle(tasks)
-    held_out, tasks = tasks[: config.eval_tasks], tasks[config.eval_tasks :]
-    asked = {normalise_text(task.question) for task in held_out}
-    tasks = [task for task in tasks if normalise_text(task.question) not in asked]
-    if len(tasks) < config.tasks_per_step:
+    held_out = []
+    for name in split_names(config.eval_data):
+        tasks, report = load(name)
+        say(str(report))
+        held_out += usable(tasks)
+    mix = {name: count or config.tasks_per_step for name, count in parse_mix(config.data).items()}
+    if sum(mix.values()) != config.tasks_per_step:
         raise UsageError(
-            f"{config.data}: {len(tasks)} tasks are left after {len(held_out)} held-out ones, a "
-            f"step takes {config.tasks_per_step}: give more rows, or a smaller --eval-tasks"
+            f"--data makes {sum(mix.values())} tasks a step, --tasks-per-step is"
+            f" {config.tasks_per_step}: make them equal"
         )
-    mix = {"file": config.tasks_per_step}
+    sources, reports = load_mix(
+        mix,
+        exclude=held_out,
+        difficulty=difficulty_range(config.difficulty),
+        keep=config.keep or None,
+        max_tests=config.max_tests,
+        seed=config.seed,
+    )
+    for report in reports:
+        say(str(report))
+    sources = {name: usable(tasks) for name, tasks in sources.items()}
+    rng = random.Random(config.seed)
+    if config.eval_data:
+        held_out = rng.sample(held_out, min(config.eval_tasks, len(held_out)))
+    else:
+        held_out, sources = hold_out(sources, config.eval_tasks, rng)
+    for name, count in mix.items():
+        if len(sources[name]) < count:
+            raise UsageError(
+                f"{name}: {len(sources[name])} tasks are left to train on beside {len(held_out)}"
+                f" held-out ones, a step takes {count}: give more rows, or a smaller --eval-tasks"
+            )
     return World(
-        tasks_of=lambda step: step_tasks({"file": tasks}, step, config.seed, mix=mix),
+        tasks_of=lambda step: step_tasks(sources, step, config.seed, mix=mix),
         eval_tasks=held_out,
         scripts=design.SCRIPTS,
         designer_prompt=prompt or None,
+        mix=mix,
     )
+
+
+def usable(tasks: list) -> list:
+    """Tasks that can be graded; says how many can't."""
+    kept, bad = usable_tasks(tasks)
+    if bad:
+        say(f"{len(bad)} golds can't be graded, the first is {bad[0].id}: left out")
+    return kept
+
+
+def hold_out(sources: dict[str, list], n: int, rng: random.Random) -> tuple[list, dict[str, list]]:
+    """(n held-out tasks, the sources without them and without tasks that ask the same)."""
+    pool = [task for tasks in sources.values() for task in tasks]
+    held_out = rng.sample(pool, min(n, len(pool)))
+    asked = {normalise_text(task.question) for task in held_out}
+    left = {
+        name: [task for task in tasks if normalise_text(task.question) not in asked]
+        for name, tasks in sources.items()
+    }
+    return held_out, left
 
 
 def rollout_options(config: Config, world: World) -> dict:
@@ -384,20 +689,49 @@ def training_calls(rollouts: list, role: str, *, normalize_std: bool = True) -> 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some calls of one role, packed; `n_tokens` is that of the role's whole update."""
+    """Some calls of one role, packed; `n_tokens` is that of the role's whole update, all ranks."""
 
     batch: Batch
     advantage: torch.Tensor  # (B,)
     n_tokens: int
 
 
-def plan_updates(parts: list[tuple[list, list]], config: Config, pad_id: int, seed: str) -> list:
-    """The calls of a step -> `updates_per_step` lists of micro-batches.
+def my_batches(
+    calls: list, forward: list[int], config: Config, pad_id: int
+) -> tuple[list[tuple[list[int], Batch]], float]:
+    """This rank's micro-batches of calls[i] for i in forward -> ([(rows, batch)], padding waste).
+
+    Every rank cuts the same list and takes every R-th batch, so all have the same number; a rank
+    whose turn has no calls gets an empty batch, whose loss and gradients are exactly 0.
+    """
+    lengths = [len(calls[i].prompt_ids) + len(calls[i].output_ids) for i in forward]
+    cut = micro_batches(lengths, config.token_budget, ranks())
+    mine = []
+    for part in cut[rank() :: ranks()]:
+        rows = [forward[i] for i in part]
+        if rows:
+            batch = pack(
+                [calls[i] for i in rows],
+                pad_id,
+                mask_truncated=config.mask_truncated,
+                device=config.device,
+            )
+        else:
+            batch = empty_batch(pad_id, config.device)
+        mine.append((rows, batch))
+    return mine, padding_waste(lengths, cut)
+
+
+def plan_updates(
+    parts: list[tuple[list, list]], config: Config, pad_id: int, seed: str
+) -> tuple[list[list[MicroBatch]], float]:
+    """The calls of a step, of all ranks -> `updates_per_step` lists of this rank's micro-batches.
 
     parts: (calls, advantages) of each role that trains. Every call is in exactly one update. Each
-    role has its own token mean in an update (joint training sums the two losses).
+    role has its own token mean in an update (joint training sums the two losses). Also returns the
+    largest share of padding in an update.
     """
-    updates = [[] for _ in range(config.updates_per_step)]
+    updates, waste = [[] for _ in range(config.updates_per_step)], 0.0
     for calls, advantages in parts:
         if any(call.output_ids is None or call.logp_sampler is None for call in calls):
             raise ValueError("calls without ids and log-probs can't be trained on: is it an API?")
@@ -409,39 +743,36 @@ def plan_updates(parts: list[tuple[list, list]], config: Config, pad_id: int, se
             n_tokens, forward = tokens_and_forwards(
                 my_calls, my_advantages, mask_truncated=config.mask_truncated
             )
-            lengths = [len(my_calls[i].prompt_ids) + len(my_calls[i].output_ids) for i in forward]
-            for rows in micro_batches(lengths, config.token_budget):
-                rows = [forward[r] for r in rows]
-                batch = pack(
-                    [my_calls[i] for i in rows],
-                    pad_id,
-                    mask_truncated=config.mask_truncated,
-                    device=config.device,
-                )
-                advantage = torch.tensor([my_advantages[i] for i in rows], device=config.device)
-                update.append(MicroBatch(batch, advantage, n_tokens))
-    return updates
+            cut, share = my_batches(my_calls, forward, config, pad_id)
+            waste = max(waste, share)
+            for rows, batch in cut:
+                advantage = torch.tensor([my_advantages[i] for i in rows] or [0.0])
+                update.append(MicroBatch(batch, advantage.to(config.device), n_tokens))
+    return updates, waste
 
 
-def train_on(policy: ScoringModel, optimizer: Optimizer, updates: list, config: Config) -> dict:
+def score_tokens(policy: ScoringModel, batch: Batch) -> torch.Tensor:
+    """Log-probs [B, T] of the batch's response tokens, 0 elsewhere."""
+    return policy(batch.input_ids, batch.attention_mask, None, batch.response_mask)
+
+
+def train_on(
+    policy: ScoringModel, optimizer: Optimizer, updates: list[list[MicroBatch]], config: Config
+) -> dict:
     """All updates of one step; returns metrics. Moves no weight where there is nothing to learn."""
-
-    def score_tokens(micro: MicroBatch) -> torch.Tensor:
-        batch = micro.batch
-        return policy(batch.input_ids, batch.attention_mask, None, batch.response_mask)
-
     # logp_old is older than the first update; of a single update it is that update's own forward.
     logp_old = [[None] * len(update) for update in updates]
     if len(updates) > 1:
         with torch.no_grad():
-            logp_old = [[score_tokens(micro) for micro in update] for update in updates]
+            logp_old = [[score_tokens(policy, m.batch) for m in update] for update in updates]
     totals, norms, skipped, largest_gap = Counter(), [], 0, 0.0
     for update, olds in zip(updates, logp_old, strict=True):
         if not update:
             skipped += 1
             continue
+        update_loss = 0.0
         for micro, old in zip(update, olds, strict=True):
-            logp = score_tokens(micro)
+            logp = score_tokens(policy, micro.batch)
             loss, metrics = policy_loss(
                 logp,
                 logp.detach() if old is None else old,
@@ -453,26 +784,40 @@ def train_on(policy: ScoringModel, optimizer: Optimizer, updates: list, config: 
                 clip_high=config.clip_high,
                 tis_cap=config.tis_cap,
             )
-            check_finite("loss", loss.item(), optimizer.updates)
-            loss.backward()
+            (loss * ranks()).backward()  # FSDP averages over ranks
             largest_gap = max(largest_gap, metrics.pop("sampler_gap_max").item())
             totals.update({name: value.item() for name, value in metrics.items()})
-            totals["loss"] += loss.item()
+            update_loss += loss.item()
+        (update_loss,) = sum_over_ranks([update_loss])  # known to all, so all stop at a NaN
+        check_finite("loss", update_loss, optimizer.updates)
+        totals["loss"] += update_loss / ranks()  # summed again below
         norms.append(optimizer.step(config))
-    tokens = max(1.0, totals["tokens"])
-    return {
-        "loss": totals["loss"] / max(1, len(norms)),
-        "trained_tokens": int(totals["tokens"]),
-        "clip_fraction": totals["clipped"] / tokens,
-        "approx_kl": totals["kl_sum"] / tokens,
-        "ratio": totals["ratio_sum"] / tokens if totals["tokens"] else 1.0,
-        "tis_weight": totals["tis_weight_sum"] / tokens if totals["tokens"] else 1.0,
-        "tis_capped": totals["tis_capped"] / tokens,
-        "sampler_gap": totals["sampler_gap_sum"] / tokens,
-        "sampler_gap_max": largest_gap,
-        "grad_norm": max(norms, default=0.0),
+    names = sorted(totals)
+    totals = dict(zip(names, sum_over_ranks([totals[name] for name in names]), strict=True))
+    return training_metrics(totals, norms) | {
+        "sampler_gap_max": max(gather([largest_gap])),
         "skipped": skipped,
         "lr": optimizer.lr,
+    }
+
+
+def training_metrics(totals: dict[str, float], norms: list[float]) -> dict:
+    """Sums over micro-batches and ranks -> means over trained tokens. {}: nothing was trained."""
+    tokens = totals.get("tokens", 0.0)
+
+    def mean(name: str, nothing: float = 0.0) -> float:
+        return totals[name] / tokens if tokens else nothing
+
+    return {
+        "loss": totals.get("loss", 0.0) / max(1, len(norms)),
+        "trained_tokens": int(tokens),
+        "clip_fraction": mean("clipped"),
+        "approx_kl": mean("kl_sum"),
+        "ratio": mean("ratio_sum", 1.0),
+        "tis_weight": mean("tis_weight_sum", 1.0),
+        "tis_capped": mean("tis_capped"),
+        "sampler_gap": mean("sampler_gap_sum"),
+        "grad_norm": max(norms, default=0.0),
     }
 
 
@@ -493,7 +838,8 @@ class Optimizer:
     def step(self, config: Config) -> float:
         """One update from the gradients that are there; returns their norm before clipping."""
         parameters = self.policy.parameters()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip).item()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip)
+        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
         check_finite("gradient norm", norm, self.updates)
         self.lr = self.peak * self.schedule(self.updates)
         for group in self.adamw.param_groups:
@@ -502,6 +848,51 @@ class Optimizer:
         self.adamw.zero_grad(set_to_none=True)
         self.updates += 1
         return norm
+
+
+def check_sampler(policy: ScoringModel, calls: list, config: Config, pad_id: int, engine) -> float:
+    """Before the first update of a process: do engine and trainer hold the same model?
+
+    Scores some of this rank's calls and compares. Returns the mean gap over all ranks' tokens;
+    raises EngineError where it is past --gap-bound, or a single token past 20 times that.
+    """
+    bound = config.gap_bound or GAP_BOUND[config.dtype]
+    calls = sorted((c for c in calls if c.output_ids), key=lambda c: len(c.output_ids))[-8:]
+    calls = [c for c in calls if len(c.prompt_ids) + len(c.output_ids) <= config.token_budget]
+    batch = empty_batch(pad_id, config.device)
+    if calls:
+        batch = pack(calls, pad_id, device=config.device)
+    with torch.no_grad():
+        logp = score_tokens(policy, batch)
+    gap = torch.zeros_like(logp)
+    if calls:
+        gap = torch.where(batch.response_mask, (logp - batch.logp_sampler).abs(), gap)
+    n = int(batch.response_mask.sum()) if calls else 0
+    total, tokens = sum_over_ranks([gap.sum().item(), n])
+    mean, (worst, where) = total / max(1.0, tokens), max(gather([worst_token(calls, gap, logp)]))
+    if not (mean <= bound and worst <= 20 * bound):
+        raise EngineError(
+            f"{type(engine).__name__} and the trainer disagree before any update: mean |log-prob"
+            f" gap| {mean:.2g} over {tokens:.0f} tokens (bound {bound:g}), largest {worst:.2g}"
+            f" (bound {20 * bound:g}): {where}. Both saw the same ids, so look at the weights"
+            " in the engine, its temperature and dtype; --gap-bound sets the bound"
+        )
+    return mean
+
+
+def worst_token(calls: list, gap: torch.Tensor, logp: torch.Tensor) -> tuple[float, str]:
+    """(largest gap, where it is). Infinity for a gap that is no number."""
+    if not calls:
+        return 0.0, "no calls"
+    gap = gap.nan_to_num(nan=math.inf)
+    row, column = divmod(int(gap.argmax()), gap.shape[1])
+    call = calls[row]
+    t = column - len(call.prompt_ids)
+    return gap[row, column].item(), (
+        f"{call.role} call of {len(call.prompt_ids)} + {len(call.output_ids)} tokens, output token"
+        f" {t} (id {call.output_ids[t]}): engine {call.logp_sampler[t]:.4f}, trainer"
+        f" {logp[row, column].item():.4f}"
+    )
 
 
 # --- the cold start ---
@@ -520,35 +911,57 @@ def teacher_traces(config: Config, world: World, pool) -> list[Example]:
         progress(text, last=done == total)
 
     options = rollout_options(config, world) | {"seed": config.seed}
-    return collect(tasks, toy.teacher(), pool, score, on_progress=show, **options)
+    first, mine = my_share(tasks)
+    return gather(
+        collect(mine, toy.teacher(), pool, score, first_task=first, on_progress=show, **options)
+    )
+
+
+def sft_step(
+    policy: ScoringModel, optimizer: Optimizer, calls: list, pad_id: int, config: Config
+) -> dict:
+    """One update on the replies of `calls` (all ranks'); returns its metrics."""
+    began = time.monotonic()
+    n_tokens, loss = sum(len(call.output_ids) for call in calls), 0.0
+    cut, waste = my_batches(calls, list(range(len(calls))), config, pad_id)
+    for _, batch in cut:
+        logp = score_tokens(policy, batch)
+        part = supervised_loss(logp, batch.loss_mask, n_tokens)
+        (part * ranks()).backward()  # FSDP averages over ranks
+        loss += part.item()
+    (loss,) = sum_over_ranks([loss])
+    check_finite("loss", loss, optimizer.updates)
+    norm = optimizer.step(config)
+    seconds = time.monotonic() - began
+    metrics = {"loss": loss, "trained_tokens": n_tokens, "grad_norm": norm, "lr": optimizer.lr}
+    return metrics | {"padding": waste, "seconds/step": seconds}
+
+
+def sft_plan(examples: list[Example], tokenizer, config: Config) -> tuple[list, list[list[int]]]:
+    """(encoded examples, the rows of every step). Raises UsageError where nothing fits."""
+    encoded = encode(examples, tokenizer, max_context=config.max_context, chat_kwargs=CHAT_KWARGS)
+    if len(encoded) < len(examples):
+        say(f"{len(examples) - len(encoded)} examples exceed --max-context: left out")
+    if not encoded:
+        raise UsageError("every example exceeds --max-context: give a larger one")
+    return encoded, list(batches(len(encoded), config.sft_batch, config.sft_steps, config.seed))
+
+
+def sft_optimizer(policy: ScoringModel, config: Config) -> Optimizer:
+    warmup = min(30, config.sft_steps)
+    schedule = functools.partial(cosine, steps=config.sft_steps, warmup=warmup)
+    return Optimizer(policy, config.sft_lr, config.weight_decay, schedule)
 
 
 def imitate(policy: ScoringModel, tokenizer, examples: list[Example], config: Config) -> None:
-    """The cold start: `sft_steps` steps on the traces, with a cosine learning rate."""
-    encoded = encode(examples, tokenizer, max_context=config.max_context, chat_kwargs=CHAT_KWARGS)
-    if len(encoded) < len(examples):
-        print(f"{len(examples) - len(encoded)} examples exceed --max-context: left out")
-    if not encoded:
-        raise UsageError("every example exceeds --max-context: give a larger one")
-    warmup = min(30, config.sft_steps)
-    schedule = functools.partial(cosine, steps=config.sft_steps, warmup=warmup)
-    optimizer = Optimizer(policy, config.sft_lr, config.weight_decay, schedule)
-    lengths = [len(example.prompt_ids) + len(example.output_ids) for example in encoded]
-    order = batches(len(encoded), config.sft_batch, config.sft_steps, config.seed)
+    """The toy's cold start: all steps at once, with a progress line."""
+    encoded, order = sft_plan(examples, tokenizer, config)
+    optimizer = sft_optimizer(policy, config)
     began, losses = time.monotonic(), []
     for step, rows in enumerate(order):
         calls = [encoded[i] for i in rows]
-        n_tokens = sum(len(call.output_ids) for call in calls)
-        loss = 0.0
-        for part in micro_batches([lengths[i] for i in rows], config.token_budget):
-            batch = pack([calls[i] for i in part], tokenizer.pad_token_id, device=config.device)
-            logp = policy(batch.input_ids, batch.attention_mask, None, batch.response_mask)
-            part_loss = supervised_loss(logp, batch.loss_mask, n_tokens)
-            check_finite("loss", part_loss.item(), optimizer.updates)
-            part_loss.backward()
-            loss += part_loss.item()
-        optimizer.step(config)
-        losses.append(loss)
+        metrics = sft_step(policy, optimizer, calls, tokenizer.pad_token_id, config)
+        losses.append(metrics["loss"])
         if (step + 1) % 50 == 0 or step + 1 == config.sft_steps:
             mean, seconds = sum(losses) / len(losses), time.monotonic() - began
             left = seconds / (step + 1) * (config.sft_steps - step - 1)
@@ -560,8 +973,7 @@ def imitate(policy: ScoringModel, tokenizer, examples: list[Example], config: Co
 def progress(text: str, *, last: bool) -> None:
     """A line that the next one overwrites; in a file or a pipe, a line each."""
     on_terminal = sys.stdout.isatty()
-    print(("\r\x1b[K" if on_terminal else "") + text, end="" if on_terminal and not last else "\n")
-    sys.stdout.flush()
+    say(("\r\x1b[K" if on_terminal else "") + text, end="" if on_terminal and not last else "\n")
 
 
 def counter(label: str) -> Callable:
@@ -580,6 +992,16 @@ def counter(label: str) -> Callable:
 # --- checkpoints and files ---
 
 
+@dataclass
+class State:
+    """What changes in a run: the weights, who steps them, and the engine that plays them."""
+
+    policy: ScoringModel
+    tokenizer: object
+    engine: TorchEngine | VLLMEngine | None  # None: supervised training draws nothing
+    optimizers: dict[str, Optimizer]
+
+
 def read_config(folder: Path) -> Config:
     """The settings of a run. Raises UsageError for a folder that is none."""
     try:
@@ -589,51 +1011,135 @@ def read_config(folder: Path) -> Config:
         raise UsageError(f"{folder} is no run folder, give one like runs/toy: {error}") from error
 
 
+def differing(saved: dict, config: Config) -> list[str]:
+    """The settings in which a saved configuration differs, for a message."""
+    now = dataclasses.asdict(config)
+    return [
+        f"--{name.replace('_', '-')} was {saved.get(name)!r}, is {value!r}"
+        for name, value in now.items()
+        if name not in NOT_SETTINGS and saved.get(name) != value
+    ]
+
+
 @contextlib.contextmanager
 def whole(folder: Path) -> Iterator[Path]:
-    """Fill the folder that this yields; only then it becomes `folder`. OSError if it can't be."""
+    """Fill the folder that this yields; only then it becomes `folder`. OSError if it can't be.
+
+    On all ranks together; the first one makes and renames. A kill leaves at most a hidden
+    partial folder, which the next run removes.
+    """
     partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
+        if rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        barrier()
         yield partial
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    except (SafetensorError, RuntimeError) as error:  # how torch and safetensors say "disk full"
-        raise OSError(f"{folder} could not be written: {error}") from error
+        barrier()
+        if rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+        barrier()
+    except (SafetensorError, RuntimeError, CheckpointException) as error:  # "disk full", by library
+        raise OSError(f"{folder} could not be written: {one_line(error)}") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
-def save_model(model, tokenizer, folder: Path, config: Config) -> None:
+def one_line(error: BaseException | str) -> str:
+    """The message without line breaks; of a failed save or load, what failed on which rank."""
+    if isinstance(error, CheckpointException):
+        error = "; ".join(f"rank {r}: {why}" for r, (why, _) in error.failures.items())
+    return " ".join(str(error).split())[:400]
+
+
+def save_model(policy: ScoringModel, tokenizer, folder: Path, config: Config) -> None:
     """A Hugging Face folder that says how it is to be sampled (run_config.json)."""
     with whole(folder) as partial:
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        write_json(partial / "run_config.json", dataclasses.asdict(config))
+        weights = {}
+        for name, weight in full_weights(policy, getattr(torch, config.dtype)):
+            if rank() == 0:
+                weights[name] = weight.cpu()
+        if rank() == 0:
+            policy.model.save_pretrained(partial, state_dict=weights)
+            tokenizer.save_pretrained(partial)
+            write_json(partial / "run_config.json", dataclasses.asdict(config))
+
+
+def tensors(state: State) -> dict:
+    """Every tensor of a checkpoint, by name: weights, and the moments of optimizers that stepped.
+
+    Under FSDP each is a shard, and so it is saved and loaded, by any number of ranks.
+    """
+    named = list(state.policy.model.named_parameters())
+    found = {"model": {name: weight.detach() for name, weight in named}}
+    for role, optimizer in state.optimizers.items():
+        if optimizer.updates:
+            moments = optimizer.adamw.state
+            for part in ("exp_avg", "exp_avg_sq"):
+                found[f"{role}/{part}"] = {name: moments[weight][part] for name, weight in named}
+    return found
 
 
 def save_checkpoint(folder: Path, step: int, state: State, config: Config) -> None:
-    """The model, and what each optimizer remembers. Keeps the last two."""
-    optimizers = {
-        role: {"adamw": o.adamw.state_dict(), "updates": o.updates, "lr": o.lr}
-        for role, o in state.optimizers.items()
-    }
+    """Weights and moments, sharded, and what each optimizer counts. Keeps the last ones."""
     with whole(folder / f"checkpoint-{step:06}") as partial:
-        save_model(state.policy.model, state.tokenizer, partial / "model", config)
-        torch.save({"step": step, "optimizers": optimizers}, partial / "optimizers.pt")
-    for old in sorted(folder.glob("checkpoint-*"))[:-2]:
-        shutil.rmtree(old)
+        dcp.save(tensors(state), checkpoint_id=partial, no_dist=not dist.is_initialized())
+        counts = {role: {"updates": o.updates, "lr": o.lr} for role, o in state.optimizers.items()}
+        if rank() == 0:
+            saved = {"step": step, "optimizers": counts, "config": dataclasses.asdict(config)}
+            write_json(partial / "state.json", saved)
+    if rank() == 0:
+        for old in checkpoints_of(folder)[: -config.keep_checkpoints]:
+            shutil.rmtree(old)
 
 
-def load_checkpoint(folder: Path, state: State) -> int:
-    """Optimizers of the checkpoint `folder` into `state`; returns the steps that were done."""
-    saved = torch.load(folder / "optimizers.pt", weights_only=True)
+def checkpoints_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("checkpoint-*"))
+
+
+def load_checkpoint(folder: Path, state: State, config: Config) -> int:
+    """The checkpoint `folder` into `state`, whatever number of ranks wrote it; the steps done.
+
+    Raises UsageError for the checkpoint of another configuration or one that can't be read.
+    """
+    unreadable = f"{folder} can't be read; remove it to go on after the one before"
+    try:
+        saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        others = differing(saved["config"], config)
+        counts = {role: saved["optimizers"][role] for role in state.optimizers}
+        done = saved["step"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{unreadable}: {one_line(error)}") from error
+    if others:
+        raise UsageError(f"{folder} is of another configuration: {'; '.join(others)}")
     for role, optimizer in state.optimizers.items():
-        optimizer.adamw.load_state_dict(saved["optimizers"][role]["adamw"])
-        optimizer.updates = saved["optimizers"][role]["updates"]
-        optimizer.lr = saved["optimizers"][role]["lr"]
-    return saved["step"]
+        optimizer.updates, optimizer.lr = counts[role]["updates"], counts[role]["lr"]
+        if optimizer.updates:  # room for what is loaded in place
+            for weight in state.policy.parameters():
+                optimizer.adamw.state[weight] = {
+                    "step": torch.tensor(float(optimizer.updates)),
+                    "exp_avg": torch.zeros_like(weight),
+                    "exp_avg_sq": torch.zeros_like(weight),
+                }
+    try:
+        dcp.load(tensors(state), checkpoint_id=folder, no_dist=not dist.is_initialized())
+    except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
+        raise UsageError(f"{unreadable}: {one_line(error)}") from error
+    return done
+
+
+def export(folder: Path) -> Path:
+    """A checkpoint folder -> a Hugging Face folder beside it, in this one process."""
+    config = read_config(folder.parent)
+    start = find_model(config.model) if config.model else folder.parent / "cold_start"
+    model, tokenizer = load_model(start, "cpu", torch.float32)
+    state = State(ScoringModel(model), tokenizer, None, {})
+    load_checkpoint(folder, state, config)
+    target = folder.with_name(folder.name.replace("checkpoint", "export"))
+    save_model(state.policy, tokenizer, target, config)
+    return target
 
 
 def cut_log(path: Path, step: int) -> None:
@@ -653,7 +1159,9 @@ def cut_log(path: Path, step: int) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Whole or not at all; the first rank writes."""
+    if rank() != 0:
+        return
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -663,19 +1171,31 @@ def write_text(path: Path, text: str) -> None:
 
 
 def new_folder(config: Config) -> Path:
-    """Makes runs/NAME; without --name the first of toy, toy-2, toy-3, ... that is free."""
-    out = Path(config.out)
-    if config.name:
-        names = [config.name]
-    else:
-        names = [config.preset, *(f"{config.preset}-{i}" for i in range(2, 1000))]
-    for name in names:
+    """Makes runs/NAME with its config.json, both or none; says its name to all ranks.
+
+    Without --name it is the first of toy, toy-2, toy-3, ... that is free.
+    """
+    out, made = Path(config.out), None
+    names = [config.name] if config.name else [config.preset]
+    if not config.name and config.resume != "auto":
+        names += [f"{config.preset}-{i}" for i in range(2, 1000)]
+    if rank() == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        partial = out / f".{names[0]}.{os.getpid()}.partial"
+        partial.mkdir()
         try:
-            (out / name).mkdir(parents=True)
-            return out / name
-        except FileExistsError:
-            continue
-    raise UsageError(f"{out / names[0]} exists: give another --name, or --resume {out / names[0]}")
+            write_json(partial / "config.json", dataclasses.asdict(config))
+            for name in names:
+                if not (out / name).exists():
+                    made = str(partial.rename(out / name))
+                    break
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    (made,) = gather([made] if rank() == 0 else [])
+    if made is None:
+        taken = out / names[0]
+        raise UsageError(f"{taken} exists: give another --name, or --resume {taken}")
+    return Path(made)
 
 
 # --- pictures and tables ---
@@ -755,7 +1275,9 @@ def shares_table(results: dict[str, Result]) -> str:
 
 
 def sample_designs(world: World, pool, config: Config, engine) -> str:
-    """A design and its execution for one task of each source, as markdown."""
+    """A design and its execution for one task of each source, as markdown; the first rank asks."""
+    if rank() != 0:
+        return ""
     tasks = {task.source or task.kind: task for task in reversed(world.eval_tasks[:64])}
     rollouts = rollout(
         list(tasks.values()) or world.tasks_of(0)[:3],
@@ -782,104 +1304,6 @@ def sample_designs(world: World, pool, config: Config, engine) -> str:
     return "".join(parts)
 
 
-# --- the run ---
-
-
-@dataclass
-class State:
-    """What changes in a run: the weights, who steps them, and the engine that plays them."""
-
-    policy: ScoringModel
-    tokenizer: object
-    engine: TorchEngine
-    optimizers: dict[str, Optimizer]
-
-
-def make_state(model, tokenizer, config: Config) -> State:
-    """Policy, optimizers, and an engine with weights of its own."""
-    model.to(config.device)
-    policy = ScoringModel(model, temperature=config.temperature)
-    warmup = config.warmup_steps
-    schedule = functools.partial(warm_up, warmup=warmup)
-    roles = {"stagewise": ["designer", "executor"], "designer": ["designer"], "joint": ["joint"]}
-    optimizers = {
-        role: Optimizer(policy, config.lr, config.weight_decay, schedule)
-        for role in roles.get(config.train, ["executor"])
-    }
-    engine = make_engine(copy.deepcopy(model), tokenizer, config)
-    return State(policy, tokenizer, engine, optimizers)
-
-
-def warm_up(update: int, warmup: int) -> float:
-    """Factor on the learning rate: up to 1 in `warmup` updates, then 1."""
-    return min(1.0, (update + 1) / warmup) if warmup else 1.0
-
-
-def make_engine(model, tokenizer, config: Config) -> TorchEngine:
-    return TorchEngine(model, tokenizer, max_context=config.max_context, chat_kwargs=CHAT_KWARGS)
-
-
-def train_step(step: int, state: State, world: World, pool, config: Config) -> dict:
-    """The seven parts of a step; returns its metrics."""
-    began = time.monotonic()
-    tasks = world.tasks_of(step)
-    plan = {"n_designs": config.n_designs, "n_executions": config.n_executions}
-    if config.train == "single":
-        runs = config.n_designs * config.n_executions
-        plan = {"scripts": [world.scripts["single"]], "n_executions": runs}
-    scoring: list[float] = []  # seconds, over all threads; they run beside the rollout
-
-    def timed_score(task, response: str) -> float:
-        started = time.monotonic()
-        reward = score(task, response, code=config.code_reward)
-        scoring.append(time.monotonic() - started)
-        return reward
-
-    rolled = rollout(
-        tasks,
-        state.engine,
-        pool,
-        timed_score,
-        seed=config.seed,
-        step=step,
-        **plan,
-        **rollout_options(config, world),
-    )
-    rolled_out = time.monotonic()
-    roles = roles_to_train(config, step)
-    parts = [training_calls(rolled, role, normalize_std=config.normalize_std) for role in roles]
-    seed = f"{config.seed} {step}"
-    updates = plan_updates(parts, config, state.tokenizer.pad_token_id, seed)
-    role = "joint" if len(roles) > 1 else roles[0]
-    metrics = train_on(state.policy, state.optimizers[role], updates, config)
-    trained = time.monotonic()
-    state.engine.load_weights(state.policy.model.named_parameters())
-    synced = time.monotonic()
-    rewards, ran = rewards_of(rolled)
-    constant = {  # a group is constant where all its advantages are exactly 0
-        "designer": (designer_advantages(rewards) == 0).all(axis=1).mean(),
-        "executor": (executor_advantages(rewards, ran) == 0).all(axis=(1, 2)).mean(),
-    }
-    total = tally(rolled)
-    tokens = total["tokens/designer"] + total["tokens/executor"]
-    seconds = {
-        "rollout": rolled_out - began,
-        "reward": sum(scoring),
-        "train": trained - rolled_out,
-        "sync": synced - trained,
-        "step": synced - began,
-    }
-    return {
-        "step": step,
-        "role": role,
-        **shares(total),
-        **{f"constant_groups/{name}": float(share) for name, share in constant.items()},
-        **metrics,
-        **{f"seconds/{name}": value for name, value in seconds.items()},
-        "tokens_per_second": tokens / seconds["rollout"],
-    }
-
-
 def reward_names(names: Iterable[str]) -> list[str]:
     """The rewards of the data sets; of math and code where tasks name no data set.
 
@@ -890,32 +1314,186 @@ def reward_names(names: Iterable[str]) -> list[str]:
     return [name for name in found if name not in ("reward/math", "reward/code")] or found
 
 
+# --- the run ---
+
+
+def make_state(start: Path, config: Config) -> State:
+    """Engine, policy and optimizers, all with the weights of the folder `start`."""
+    model, tokenizer = load_model(start, "cpu", getattr(torch, config.dtype))
+    engine = make_engine(start, copy.deepcopy(model), tokenizer, config)
+    policy = shard(ScoringModel(model, temperature=config.temperature), config)
+    schedule = functools.partial(warm_up, warmup=config.warmup_steps)
+    optimizers = {
+        role: Optimizer(policy, config.lr, config.weight_decay, schedule)
+        for role in ROLES_OF.get(config.train, ["executor"])
+    }
+    return State(policy, tokenizer, engine, optimizers)
+
+
+def warm_up(update: int, warmup: int) -> float:
+    """Factor on the learning rate: up to 1 in `warmup` updates, then 1."""
+    return min(1.0, (update + 1) / warmup) if warmup else 1.0
+
+
+def choose_engine(config: Config) -> str:
+    """torch or vllm; auto is said aloud. Raises EngineError for a vLLM that is not there."""
+    missing = vllm_missing()
+    if config.engine == "vllm" and missing:
+        raise EngineError(missing)
+    if config.engine != "auto":
+        return config.engine
+    kind = "vllm" if config.device == "cuda" and not missing else "torch"
+    why = missing or f"device {config.device}"
+    say(f"engine auto: {kind}" + (f" ({why})" if kind == "torch" else ""))
+    return kind
+
+
+def make_engine(start: Path, model, tokenizer, config: Config) -> TorchEngine | VLLMEngine:
+    """An engine of this rank with weights of its own: `model`, or what lies in the folder."""
+    limits = {"max_context": config.max_context, "chat_kwargs": CHAT_KWARGS}
+    if config.engine == "vllm":
+        return VLLMEngine(
+            start,
+            dtype=config.dtype,
+            gpu_memory=config.vllm_memory,
+            distributed=dist.is_initialized(),
+            **limits,
+        )
+    return TorchEngine(model.to(config.device), tokenizer, **limits)
+
+
+def push_weights(state: State, config: Config) -> None:
+    state.engine.load_weights(full_weights(state.policy, getattr(torch, config.dtype)))
+
+
+def roll_out(
+    step: int, state: State, world: World, pool, config: Config
+) -> tuple[list[Rollout], float]:
+    """(the rollouts of all ranks' tasks, seconds of scoring over all threads and ranks).
+
+    Every rank plays its stretch of the tasks; designs and calls then go to all. Raises Preempted
+    on all ranks if SIGTERM came to one.
+    """
+    tasks = world.tasks_of(step)
+    plan = {"n_designs": config.n_designs, "n_executions": config.n_executions}
+    if config.train == "single":
+        runs = config.n_designs * config.n_executions
+        plan = {"scripts": [world.scripts["single"]], "n_executions": runs}
+    scoring: list[float] = []  # they run beside the rollout
+
+    def timed_score(task, response: str) -> float:
+        started = time.monotonic()
+        reward = score(task, response, code=config.code_reward)
+        scoring.append(time.monotonic() - started)
+        return reward
+
+    first, mine = my_share(tasks)
+    rolled = []
+    try:
+        with preemption.raising(at_once=True):
+            if preemption.asked:
+                raise Preempted
+            if mine:
+                rolled = rollout(
+                    mine,
+                    state.engine,
+                    pool,
+                    timed_score,
+                    seed=config.seed,
+                    step=step,
+                    first_task=first,
+                    **plan,
+                    **rollout_options(config, world),
+                )
+        designs = gather([each.designs for each in rolled])
+    except Preempted:
+        designs = gather([None])
+    if None in designs:
+        raise Preempted
+    rollouts = [Rollout(task, each) for task, each in zip(tasks, designs, strict=True)]
+    return rollouts, sum_over_ranks([sum(scoring)])[0]
+
+
+def train_step(
+    step: int, state: State, world: World, pool, config: Config, *, first: bool = False
+) -> dict:
+    """The seven parts of a step; returns its metrics. first: the first step of this process."""
+    began = time.monotonic()
+    rolled, scoring = roll_out(step, state, world, pool, config)
+    rolled_out = time.monotonic()
+    if isinstance(state.engine, VLLMEngine):
+        state.engine.sleep()  # its memory is the trainer's until the weights are pushed
+    roles = roles_to_train(config, step)
+    parts = [training_calls(rolled, role, normalize_std=config.normalize_std) for role in roles]
+    pad_id = state.tokenizer.pad_token_id
+    if first:
+        _, mine = my_share(parts[0][0])
+        gap = check_sampler(state.policy, mine, config, pad_id, state.engine)
+        say(f"sampler and trainer agree: mean log-prob gap {gap:.1e}")
+    updates, waste = plan_updates(parts, config, pad_id, f"{config.seed} {step}")
+    role = "joint" if len(roles) > 1 else roles[0]
+    metrics = train_on(state.policy, state.optimizers[role], updates, config)
+    trained = time.monotonic()
+    push_weights(state, config)
+    synced = time.monotonic()
+    rewards, ran = rewards_of(rolled)
+    constant = {  # a group is constant where all its advantages are exactly 0
+        "designer": (designer_advantages(rewards) == 0).all(axis=1).mean(),
+        "executor": (executor_advantages(rewards, ran) == 0).all(axis=(1, 2)).mean(),
+    }
+    total = tally(rolled)
+    tokens = total["tokens/designer"] + total["tokens/executor"]
+    seconds = {
+        "rollout": rolled_out - began,  # of the slowest rank: all wait for it
+        "reward": scoring,
+        "train": trained - rolled_out,
+        "sync": synced - trained,
+        "step": synced - began,
+    }
+    return {
+        "step": step,
+        "role": role,
+        **shares(total),
+        **{f"constant_groups/{name}": float(share) for name, share in constant.items()},
+        **metrics,
+        "padding": waste,
+        **{f"seconds/{name}": value for name, value in seconds.items()},
+        "tokens_per_second": tokens / seconds["rollout"],
+    }
+
+
 def console_line(m: dict, steps: int) -> str:
     """One line a step."""
+    head = f"{m['step'] + 1:4}/{steps} {m['role']:8}"
+    tail = f"grad {m['grad_norm']:.2f}  {m['seconds/step']:.1f} s"
+    if m["role"] == "sft":
+        return f"{head} loss {m['loss']:.3f}  lr {m['lr']:.1e}  {tail}"
     by_source = " ".join(
         f"{name.removeprefix('reward/')} {m[name]:.2f}" for name in reward_names(m)
     )
     return (
-        f"{m['step'] + 1:4}/{steps} {m['role']:8} reward {m['reward']:.2f} ({by_source})"
+        f"{head} reward {m['reward']:.2f} ({by_source})"
         f"  valid {m['valid_designs']:.2f}  calls {m['calls_per_execution']:.1f}"
         f"  truncated {m['truncated/executor']:.2f}  kl {m['approx_kl']:.0e}"
-        f"  gap {m['sampler_gap_max']:.0e}  grad {m['grad_norm']:.2f}  {m['seconds/step']:.1f} s"
+        f"  gap {m['sampler_gap_max']:.0e}  {tail}"
     )
 
 
-def first_model(config: Config, folder: Path, world: World, pool) -> tuple:
-    """(model, tokenizer) that RL starts from: --model, or the cold start of this run."""
-    if config.model or (folder / "cold_start").exists():
-        return load_model(config.model or folder / "cold_start", config.device)
-    examples = teacher_traces(config, world, pool)
-    if not examples:
-        raise UsageError("the teacher left no correct trace: give more --sft-traces")
-    texts = [m["content"] for e in examples for m in e.messages] + [e.response for e in examples]
-    tokenizer = toy.make_tokenizer(texts)
-    model = toy.make_model(tokenizer, config.seed).to(config.device)
-    imitate(ScoringModel(model), tokenizer, examples, config)
-    save_model(model, tokenizer, folder / "cold_start", config)
-    return model, tokenizer
+def start_folder(config: Config, folder: Path, world: World, pool) -> Path:
+    """The model folder that RL starts from: --model, or the cold start of this run."""
+    if config.model:
+        return find_model(config.model)
+    start = folder / "cold_start"
+    if not start.exists():
+        examples = teacher_traces(config, world, pool)
+        if not examples:
+            raise UsageError("the teacher left no correct trace: give more --sft-traces")
+        texts = [m["content"] for e in examples for m in e.messages]
+        tokenizer = toy.make_tokenizer(texts + [e.response for e in examples])
+        policy = shard(ScoringModel(toy.make_model(tokenizer, config.seed)), config)
+        imitate(policy, tokenizer, examples, config)
+        save_model(policy, tokenizer, start, config)
+    return start
 
 
 def held_out(
@@ -924,101 +1502,157 @@ def held_out(
     """What is trained (designing, or the single agent) on the held-out tasks, one try each."""
     if not world.eval_tasks:
         return None
-    return evaluate(
-        world.eval_tasks,
-        engine,
-        pool,
-        score,
-        system="single" if config.train == "single" else "designed",
-        scripts=world.scripts,
-        executor_engine=executor_engine,
-        seed=config.seed,
-        on_progress=counter(label),
-        **rollout_options(config, world),
-    )
+    first, mine = my_share(world.eval_tasks)
+    system = "single" if config.train == "single" else "designed"
+    result = Result(system)
+    if mine:
+        result = evaluate(
+            mine,
+            engine,
+            pool,
+            score,
+            system=system,
+            scripts=world.scripts,
+            executor_engine=executor_engine,
+            seed=config.seed,
+            first_task=first,
+            on_progress=counter(label),
+            **rollout_options(config, world),
+        )
+    return Result(system, gather(result.rows))
 
 
 def run(config: Config, folder: Path, world: World) -> None:
     """A whole run, or the rest of one: cold start and steps that are done are not done again."""
-    if config.threads and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(config.threads)
     began = time.monotonic()
     workflow = Path(__file__).with_name("workflow.py").read_text(encoding="utf-8")
     with ScriptPool({"workflow": workflow}, deterministic=config.deterministic) as pool:
         print_header(config, folder)
-        write_json(folder / "sandbox.json", in_force())
-        model, tokenizer = first_model(config, folder, world, pool)
+        if rank() == 0:
+            write_json(folder / "sandbox.json", in_force())
+        start = start_folder(config, folder, world, pool)
         if config.train == "sft":
-            print(f"cold start saved in {folder / 'cold_start'}")
+            say(f"cold start saved in {start}")
             return
-        cold = make_engine(copy.deepcopy(model), tokenizer, config)
-        checkpoints = sorted(folder.glob("checkpoint-*"))
-        if checkpoints:
-            model, tokenizer = load_model(checkpoints[-1] / "model", config.device)
-        state = make_state(model, tokenizer, config)
-        done = load_checkpoint(checkpoints[-1], state) if checkpoints else 0
-        cut_log(folder / "log.jsonl", done)
-        before = held_out("held-out tasks before", world, pool, config, cold)
+        state = make_state(start, config)
+        before = held_out("held-out tasks before", world, pool, config, state.engine)
         if before:
-            print(f"held-out success before RL: {before.mean():.3f}")
-        samples = "# before\n\n" + sample_designs(world, pool, config, cold)
+            say(f"held-out success before RL: {before.mean():.3f}")
+        samples = "# before\n\n" + sample_designs(world, pool, config, state.engine)
         write_text(folder / "designs.md", samples)
-        learn(state, world, pool, config, folder, done)
-        save_model(state.policy.model, tokenizer, folder / "final", config)
+        done = go_on(folder, state, config)
+        push_weights(state, config)
+        rl_step = functools.partial(train_step, state=state, world=world, pool=pool, config=config)
+        learn(rl_step, state, config, folder, done, config.steps)
+        save_model(state.policy, state.tokenizer, folder / "final", config)
         samples += "# after\n\n" + sample_designs(world, pool, config, state.engine)
         write_text(folder / "designs.md", samples)
         after = held_out("held-out tasks after", world, pool, config, state.engine)
         points = [(0, before), (config.steps, after)] if before and after else []
-        log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-        draw_curve(log, points, folder / "curve.png")
+        if rank() == 0:
+            draw_curve(read_log(folder), points, folder / "curve.png")
         if before and after:
-            text = final_tables(cold, state.engine, before, after, world, pool, config)
+            text = final_tables(start, state, before, after, world, pool, config)
             write_text(folder / "table.md", text)
-            print("\n" + text)
+            say("\n" + text)
     minutes = (time.monotonic() - began) / 60
-    print(f"{minutes:.1f} minutes. Everything is in {folder}: look at curve.png and designs.md")
+    say(f"{minutes:.1f} minutes. Everything is in {folder}: look at curve.png and designs.md")
 
 
-def learn(state: State, world: World, pool, config: Config, folder: Path, done: int) -> None:
-    """Steps `done` to `config.steps`: train, log, save."""
-    without_reward = 0
-    with (folder / "log.jsonl").open("a", encoding="utf-8") as log:
-        for step in range(done, config.steps):
-            metrics = train_step(step, state, world, pool, config)
-            log.write(json.dumps(metrics) + "\n")
-            log.flush()
-            print(console_line(metrics, config.steps), flush=True)
-            without_reward = 0 if metrics["reward"] else without_reward + 1
+def imitate_file(config: Config, folder: Path) -> None:
+    """--train sft on the traces of a file: the cold start of a real model, or the rest of one."""
+    examples = read_examples(config.data)
+    model, tokenizer = load_model(find_model(config.model), "cpu", getattr(torch, config.dtype))
+    policy = shard(ScoringModel(model), config)
+    encoded, order = sft_plan(examples, tokenizer, config)
+    state = State(policy, tokenizer, None, {"sft": sft_optimizer(policy, config)})
+    say(f"run {folder}: {len(encoded)} examples, {config.sft_steps} steps of {config.sft_batch}")
+
+    def step_of(step: int, *, first: bool) -> dict:
+        calls = [encoded[i] for i in order[step]]
+        metrics = sft_step(policy, state.optimizers["sft"], calls, tokenizer.pad_token_id, config)
+        return {"step": step, "role": "sft", **metrics}
+
+    learn(step_of, state, config, folder, go_on(folder, state, config), config.sft_steps)
+    save_model(policy, tokenizer, folder / "final", config)
+    if rank() == 0:
+        draw_curve(read_log(folder), [], folder / "curve.png")
+    say(f"the model is in {folder / 'final'}: go on with --model {folder / 'final'}")
+
+
+def go_on(folder: Path, state: State, config: Config) -> int:
+    """Loads the last checkpoint if there is one and cuts the log to it; returns the steps done."""
+    saved = checkpoints_of(folder)
+    done = load_checkpoint(saved[-1], state, config) if saved else 0
+    if rank() == 0:
+        cut_log(folder / "log.jsonl", done)
+    barrier()
+    return done
+
+
+def read_log(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def learn(
+    step_of: Callable, state: State, config: Config, folder: Path, done: int, steps: int
+) -> None:
+    """Steps `done` to `steps` by step_of(step, first=...): train, log, save.
+
+    Raises Preempted after SIGTERM, with everything saved up to the last whole step.
+    """
+    without_reward, saved = 0, done
+    with preemption.raising(at_once=False):
+        for step in range(done, steps):
+            try:
+                if any(gather([preemption.asked])):
+                    raise Preempted
+                metrics = step_of(step, first=step == done)
+            except Preempted:
+                if step > saved:
+                    save_checkpoint(folder, step, state, config)
+                raise
+            if rank() == 0:
+                with (folder / "log.jsonl").open("a", encoding="utf-8") as log:
+                    log.write(json.dumps(metrics) + "\n")
+            say(console_line(metrics, steps))
+            without_reward = 0 if metrics.get("reward", 1.0) else without_reward + 1
             if without_reward == ZERO_STEPS:
-                print(
+                say(
                     f"no reward in {ZERO_STEPS} steps: nothing can be learned so. Look at status/* "
                     f"in {folder / 'log.jsonl'}, and at {folder / 'designs.md'}"
                 )
-            if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
+            if (step + 1) % config.checkpoint_every == 0 or step + 1 == steps:
                 save_checkpoint(folder, step + 1, state, config)
+                saved = step + 1
 
 
 def final_tables(
-    cold, trained, before: Result, after: Result, world: World, pool, config: Config
+    start: Path, state: State, before: Result, after: Result, world: World, pool, config: Config
 ) -> str:
-    """Success, who contributed, structure shares, and every structure forced on every task."""
+    """Success and structure shares; with --tables who contributed, and every structure forced."""
     success = {"before": before}
-    if config.train != "single":
+    cold = None
+    if config.tables:
+        model, tokenizer = load_model(start, "cpu", getattr(torch, config.dtype))
+        cold = make_engine(start, model, tokenizer, config)
+    if cold and config.train != "single":
         for name, designer, executor in (
-            ("new designer, old executor", trained, cold),
-            ("old designer, new executor", cold, trained),
+            ("new designer, old executor", state.engine, cold),
+            ("old designer, new executor", cold, state.engine),
         ):
             success[name] = held_out(name, world, pool, config, designer, executor)
     success["after"] = after
-    tasks = world.eval_tasks[:ORACLE_TASKS]
-    options = rollout_options(config, world) | {"seed": config.seed}
     parts = [success_table(success), shares_table({"before": before, "after": after})]
-    for name, engine in (("before", cold), ("after", trained)):
-        label = f"every structure forced, {name}"
-        table = oracle_table(
-            tasks, engine, pool, score, world.scripts, on_progress=counter(label), **options
-        )
-        parts.append(f"{label}\n\n{oracle_text(table)}")
+    if cold and rank() == 0:
+        tasks = world.eval_tasks[:ORACLE_TASKS]
+        options = rollout_options(config, world) | {"seed": config.seed}
+        for name, engine in (("before", cold), ("after", state.engine)):
+            label = f"every structure forced, {name}"
+            table = oracle_table(
+                tasks, engine, pool, score, world.scripts, on_progress=counter(label), **options
+            )
+            parts.append(f"{label}\n\n{oracle_text(table)}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -1026,12 +1660,168 @@ def print_header(config: Config, folder: Path) -> None:
     """What this run is, and what protects the machine from its scripts."""
     force = in_force()
     missing = ", ".join(force["missing"]) or "nothing"
-    print(
-        f"run {folder}: preset {config.preset}, train {config.train}, seed {config.seed}\n"
+    several = f", {ranks()} ranks" if ranks() > 1 else ""
+    say(
+        f"run {folder}: preset {config.preset}, train {config.train}, seed {config.seed}{several}\n"
         f"{config.steps} steps of {config.tasks_per_step} tasks x {config.n_designs} designs x "
         f"{config.n_executions} executions, stages of {config.stage_length}\n"
         f"sandbox {force['isolation']}: {', '.join(force['layers'])}; missing: {missing}"
     )
+
+
+def find_run(config: Config) -> tuple[Config, Path | None]:
+    """(settings, run folder) of what --resume names; the folder is None for a new run."""
+    if not config.resume:
+        return config, None
+    if config.resume != "auto":
+        folder = Path(config.resume)
+        return read_config(folder), folder
+    folder = Path(config.out) / (config.name or config.preset)
+    if not folder.exists():
+        return config, None
+    others = differing(dataclasses.asdict(read_config(folder)), config)
+    if others:
+        raise UsageError(f"{folder} is of another configuration: {'; '.join(others)}")
+    return read_config(folder), folder
+
+
+def finished(folder: Path, config: Config) -> bool:
+    made = "final" if config.train == "sft" and config.data else "table.md"
+    return (folder / made).exists()
+
+
+def settle(config: Config) -> Config:
+    """What was left open is decided, and paths hold from anywhere: so config.json is complete."""
+    changes = {}
+    if config.device == "auto":
+        changes["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+    config = dataclasses.replace(config, **changes)
+    changes["engine"] = choose_engine(config)
+    for name in ("model", "keep"):
+        given = getattr(config, name)
+        if given and Path(given).exists():
+            changes[name] = str(Path(given).resolve())
+    changes["data"] = absolute_names(config.data)
+    changes["eval_data"] = absolute_names(config.eval_data)
+    return dataclasses.replace(config, **changes)
+
+
+def absolute_names(text: str) -> str:
+    """
+    >>> absolute_names("polaris=4,apps=2")
+    'polaris=4,apps=2'
+    """
+    parts = []
+    for part in split_names(text):
+        name, equals, count = part.rpartition("=")
+        name = name if equals else part
+        path = str(Path(name).resolve()) if Path(name).exists() else name
+        parts.append(path + (f"={count}" if equals else ""))
+    return ",".join(parts)
+
+
+def work(config: Config, folder: Path | None) -> Path:
+    """From settled settings to the end of the run; returns its folder."""
+    if config.threads and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(config.threads)
+    configure(config.isolation)
+    from_file = config.train == "sft" and bool(config.data)
+    world = None if from_file else make_world(config)
+    if config.model:
+        check_folder(find_model(config.model))  # what can't work leaves no folder behind
+    if folder is None:
+        folder = new_folder(config)
+    elif rank() == 0:
+        for left in folder.glob(".*.partial"):  # of a save that was killed
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+    try:
+        imitate_file(config, folder) if from_file else run(config, folder, world)
+    except Preempted:
+        kept = checkpoints_of(folder)
+        last = f"saved {kept[-1].name}" if kept else "no step was done yet"
+        say(f"SIGTERM: {last}; go on with: python train.py --resume {folder}")
+    return folder
+
+
+# --- does it fit? ---
+
+
+def shape_of(config: Config) -> Shape:
+    """The shape of --model: of a known name, else of its folder's config.json."""
+    if config.model in SHAPES:
+        return SHAPES[config.model]
+    if not config.model:
+        raise UsageError("--dry-run plans for a given model: give --model, or a Qwen preset")
+    c = AutoConfig.from_pretrained(check_folder(find_model(config.model))).get_text_config()
+    return Shape(
+        *(c.hidden_size, c.num_hidden_layers, c.intermediate_size, c.num_attention_heads),
+        *(c.num_key_value_heads, c.tie_word_embeddings, c.head_dim, c.vocab_size),
+    )
+
+
+def plan_text(config: Config) -> str:
+    """--dry-run: memory of a GPU, work of a step, data mix, and what a checkpoint takes."""
+    shape, (n_ranks, gpu) = shape_of(config), CARDS.get(config.preset, (1, 80))
+    n_ranks = int(os.environ.get("WORLD_SIZE", n_ranks))
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0).total_memory / 1e9
+    optimizers = len(ROLES_OF.get(config.train, ["executor"]))
+    training = memory_plan(
+        shape,
+        ranks=n_ranks,
+        optimizers=optimizers,
+        micro_batch=config.token_budget,
+        chunk=LOGPROB_CHUNK,
+        recompute=config.recompute,
+    )
+    engine = config.vllm_memory * gpu * 1e9
+    generation = generation_plan(shape, ranks=n_ranks, optimizers=optimizers, engine=engine)
+    tables = []
+    for what, plan in (("trains", training), ("generates", generation)):
+        rows = [[name, f"{size / 1e9:.1f}"] for name, size in plan.items()]
+        rows.append(["together", f"{sum(plan.values()) / 1e9:.1f} of {gpu:.0f}"])
+        tables.append(markdown_table(rows, [f"while a GPU {what}", "GB"]))
+    kv_tokens = generation["engine: keys and values"] / shape.kv_bytes()
+    fits = max(sum(training.values()), sum(generation.values())) < gpu * 1e9
+    fits = fits and kv_tokens >= config.max_context
+    return "\n".join(
+        [
+            f"{config.model}: {shape.parameters() / 1e9:.2f} B parameters,"
+            f" {n_ranks} ranks of one GPU each; memory by arithmetic:\n",
+            *tables,
+            f"\nthe engine has room for {kv_tokens:,.0f} tokens ({shape.kv_bytes():,} bytes each):"
+            f" {kv_tokens / config.max_context:.0f} sequences of {config.max_context:,}",
+            "it fits\n"
+            if fits
+            else "IT DOES NOT FIT: more ranks, or another --token-budget,"
+            " --vllm-memory, --max-context\n",
+            *step_plan(config),
+            f"a checkpoint: {shape.parameters() * 4 * (1 + 2 * optimizers) / 1e9:.0f} GB, every"
+            f" {config.checkpoint_every} steps; {config.keep_checkpoints} are kept, and one more"
+            " while it is written",
+        ]
+    )
+
+
+def step_plan(config: Config) -> list[str]:
+    """What a step asks for, in lines."""
+    designs = config.tasks_per_step * config.n_designs
+    executions = designs * config.n_executions
+    mix = parse_mix(config.data) if config.data else {"toy": None}
+    listed = ", ".join(f"{n or config.tasks_per_step} {name}" for name, n in mix.items())
+    most = designs * config.designer_max_tokens, config.executor_max_tokens * config.max_calls
+    return [
+        f"a step: {config.tasks_per_step} tasks ({listed}), {designs} designs, {executions}"
+        f" executions; training tasks that occur in {config.eval_data or 'held-out tasks'} are"
+        " left out",
+        f"output tokens of a step, at most: {most[0]:,} of designers, {executions * most[1]:,} of"
+        f" executors (each execution {config.max_calls} calls, each call at its limit)",
+        f"{config.updates_per_step} updates a step, micro-batches of {config.token_budget:,}"
+        f" tokens; {config.steps} steps in stages of {config.stage_length}",
+    ]
+
+
+# --- the command ---
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -1039,33 +1829,44 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = parse(argv)
         disable_progress_bar()  # of Transformers, whose bars would break ours
-        if config.resume:
-            folder = Path(config.resume)
-            config = read_config(folder)
-            if (folder / "table.md").exists():
-                raise UsageError(f"{folder} is finished: see its table.md")
-        if config.device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            config = dataclasses.replace(config, device=device)
-        configure(config.isolation)
-        world = make_world(config)
-        if config.model:
-            load_model(config.model, config.device)  # what can't work leaves no folder behind
-        if not config.resume:
-            folder = new_folder(config)
-            write_json(folder / "config.json", dataclasses.asdict(config))
-        run(config, folder, world)
+        if config.export:
+            print(f"exported to {export(Path(config.export))}")
+            return 0
+        if config.dry_run:
+            print(plan_text(config))
+            return 0
+        config, folder = find_run(settle(config))
+        if folder and finished(folder, config):
+            raise UsageError(f"{folder} is finished: look at it, or give another --name")
+        start_ranks(config)
+        signal.signal(signal.SIGTERM, preemption)
+        work(config, folder)
     except (UsageError, DataError) as error:
-        print(f"train.py: error: {error}", file=sys.stderr)
-        return 2
-    except (OSError, SandboxError, FloatingPointError, torch.OutOfMemoryError) as error:
-        print(f"train.py: failed: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        return fail("error", error, 2)
+    except (OSError, SandboxError, EngineError, FloatingPointError) as error:
+        return fail("failed", error, 1)
+    except torch.OutOfMemoryError as error:
+        return fail("failed", f"{error}; see --dry-run, and lower --token-budget", 1)
+    except RuntimeError as error:
+        lost = isinstance(error, dist.DistError) or "gloo" in str(error)
+        if not lost:
+            raise
+        time.sleep(GRACE_S)  # torchrun names the rank that ended first: let that be the other one
+        return fail("failed", f"lost another rank ({error}); the first to end has the cause", 1)
     except KeyboardInterrupt:
         go_on = f"go on with: python train.py --resume {folder}" if folder else "nothing was made"
         print(f"\ninterrupted; {go_on}", file=sys.stderr, flush=True)
         os._exit(130)  # at once: Python would wait for threads that are still scoring
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return 0
+
+
+def fail(what: str, error: BaseException | str, status: int) -> int:
+    """One line on standard error, with the rank where there are several."""
+    where = f"rank {rank()}: " if ranks() > 1 else ""
+    print(f"train.py: {where}{what}: {one_line(error)}", file=sys.stderr, flush=True)
+    return status
 
 
 if __name__ == "__main__":

@@ -18,7 +18,17 @@ from pathlib import Path
 import pytest
 
 import data
-from data import BadRow, DataError, Task, golds, load, read_ids, step_tasks
+from data import (
+    BadRow,
+    DataError,
+    Task,
+    golds,
+    load,
+    load_mix,
+    parse_mix,
+    read_ids,
+    step_tasks,
+)
 
 ROOT = Path(data.__file__).parent
 
@@ -295,6 +305,20 @@ def test_apps_rows_without_tests_and_other_levels(file):
     assert [line for line, _ in report.dropped] == [2, 3, 4]
     assert report.filtered == {"not introductory": 1}
     assert len(load(file(APPS, APPS | {"difficulty": "interview"}), level=None)[0]) == 2
+
+
+def test_expected_outputs_that_nothing_can_equal_are_broken_rows(file):
+    """The judge refuses to compare with them, so a task that had one would end a run."""
+    infinite = apps("f", [[1]], [[9]])
+    infinite["input_output"] = infinite["input_output"].replace("9", "1e400")
+    bad = [apps("f", [[1], [2]], [1.5, float("nan")]), infinite]
+    _, report = load(file(apps("f", [[1]], [1.5]), *bad, apps("f", [[1]], ["nan"])))
+    assert [line for line, _ in report.dropped] == [2, 3] and report.tasks == 2
+    not_json = payload(json.dumps(cases("functional", ("4\n5", "9 9"))))
+    _, report = load(file(LCB, LCB | {"private_test_cases": not_json}))
+    assert [line for line, why in report.dropped] == [2] and "not JSON" in report.dropped[0][1]
+    long = payload(json.dumps(cases("functional", ("4", "9" * 5000))))
+    assert len(only(file(LCB | {"private_test_cases": long})).tests["outputs"][0]) == 5000
 
 
 def test_deep_nesting_is_a_broken_row(file):
@@ -638,6 +662,57 @@ def test_other_mixes_and_impossible_ones():
             step_tasks(POOL, 0, mix=mix)
     with pytest.raises(DataError, match="no rank 2 of 2"):
         step_tasks(POOL, 0, rank=2, world=2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " ", "a,b", "a=1,b", "a=1,a=2", "a=0,b=1", "a=1,", "=1,b=1", "a=1,b=-1", "a=\u0663,b=1"],
+)
+def test_a_mix_that_can_not_be_read_is_one_line(text):
+    with pytest.raises(DataError, match="polaris=4,apps=2") as error:
+        parse_mix(text)
+    assert "\n" not in str(error.value)
+
+
+def test_a_mix_is_loaded_filtered_and_drawn_from(file, tmp_path):
+    math = file(*(POLARIS | {"problem": f"What is {n}+1?"} for n in range(6)), name="math.jsonl")
+    code = file(*(APPS | {"problem_id": n, "question": f"Add {n}."} for n in range(5)), name="c.x")
+    asked = [Task("e", "math", "What is $3 + 1$"), Task("e2", "code", "add 0")]
+    kept = tmp_path / "kept.txt"
+    kept.write_text("apps:0\napps:2\napps:3\n")
+    mix = parse_mix(f"{math}=2,{code}=1")
+    sources, reports = load_mix(mix, exclude=asked, keep={str(code): kept}, max_tests=1, seed=3)
+    assert list(sources) == list(mix) == [str(math), str(code)]
+    assert [task.id for task in sources[str(math)]] == [f"math:{n}" for n in (1, 2, 3, 5, 6)]
+    assert [task.id for task in sources[str(code)]] == ["apps:2", "apps:3"]
+    assert [report.overlap for report in reports] == [1, 1]
+    assert [report.filtered.total() for report in reports] == [0, 2]
+    drawn = [task.tests["inputs"] for task in sources[str(code)]]
+    assert all(len(inputs) == 1 for inputs in drawn)
+    again, _ = load_mix(mix, exclude=asked, keep={str(code): kept}, max_tests=1, seed=3)
+    assert [task.tests["inputs"] for task in again[str(code)]] == drawn
+    batch = step_tasks(sources, 0, mix=mix)
+    assert [task.kind for task in batch] == ["math", "code", "math"]
+
+    everything = tmp_path / "all.txt"
+    everything.write_text("math:1\napps:2\n")
+    sources, _ = load_mix(mix, keep=everything)
+    assert [task.id for tasks in sources.values() for task in tasks] == ["math:1", "apps:2"]
+    with pytest.raises(DataError, match="not in the kept ids: 6"):
+        load_mix(mix, keep=kept)  # for all, and it has no id of math
+    with pytest.raises(DataError, match="kept ids for other, which is not in the mix"):
+        load_mix(mix, keep={"other": kept})
+    with pytest.raises(DataError, match="no usable row"):
+        load_mix(mix, difficulty=(0, 6))
+
+
+def test_a_mix_has_no_id_twice_and_no_humaneval(file, tmp_path):
+    (tmp_path / "other").mkdir()
+    twice = [file(POLARIS), jsonl(tmp_path / "other" / "rows.jsonl", POLARIS)]
+    with pytest.raises(DataError, match="both have a task rows:1: rename a file"):
+        load_mix(dict.fromkeys(map(str, twice), 1))
+    with pytest.raises(DataError, match="evaluation only"):
+        load_mix({str(file(HUMAN)): None})
 
 
 def test_humaneval_tasks_are_not_trained_on(file):

@@ -18,8 +18,9 @@ import pytest
 import torch
 
 import evaluate as module
+import sandbox
 import toy
-from data import Task
+from data import DataError, Task, load, read_ids
 from engine import ScriptedEngine, random_tiny
 from evaluate import (
     DEFAULTS,
@@ -27,8 +28,11 @@ from evaluate import (
     Row,
     UsageError,
     bootstrap_interval,
+    check_golds,
+    data_names,
     describe,
     evaluate,
+    evaluation_score,
     forced_structure,
     load_model,
     main,
@@ -334,8 +338,8 @@ def test_progress_reaches_the_total_and_hands_out_the_rows():
         on_progress=lambda done, total, result: seen.append((done, total, len(result.rows))),
     )
     assert all(total == 6 for _, total, _ in seen)
-    assert [done for done, _, _ in seen] == [1, 2, 2, 3, 4, 4, 5, 6, 6]
-    assert [rows for _, _, rows in seen] == [0, 0, 2, 2, 2, 4, 4, 4, 6]
+    assert [done for done, _, _ in seen] == [1, 2, 2, 3, 4, 4, 5, 6]
+    assert [rows for _, _, rows in seen] == [0, 0, 2, 2, 2, 4, 4, 6]
     assert result.rows[2].status == "invalid_design"
 
 
@@ -389,6 +393,175 @@ def test_tasks_whose_gold_can_not_be_graded_are_left_out():
     kept, bad = usable_tasks([*tasks, code])
     assert [task.id for task in kept] == ["t0", "t4", "code"]
     assert [task.id for task in bad] == ["t1", "t2", "t3"]
+
+
+# --- HumanEval and golds -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def best_isolation():
+    sandbox.configure("best")
+    yield
+    sandbox.configure()
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+HUMAN = {
+    "task_id": "Human/0",
+    "prompt": 'def half(n):\n    return n // 2\n\n\ndef quarter(n):\n    """ A quarter. """\n',
+    "entry_point": "quarter",
+    "canonical_solution": "    return half(half(n))\n",
+    "test": "\ndef check(candidate):\n    assert candidate(8) == half(4)\n",
+}
+
+
+def test_a_humaneval_row_is_scored_with_the_helpers_of_its_prompt(tmp_path, best_isolation):
+    (task,), _ = load(write_rows(tmp_path / "rows.jsonl", [HUMAN]))
+    replies = {
+        "def quarter(n):\n    return half(half(n))": 1.0,
+        "    return half(half(n))": 1.0,  # the prompt goes on with it
+        "def quarter(n):\n    return n": 0.0,
+        "def quarter(n:": 0.0,
+        "raise SystemExit(0)": 0.0,
+    }
+    scores = {code: evaluation_score(task, f"So:\n```python\n{code}\n```") for code in replies}
+    assert scores == replies
+    assert evaluation_score(task, "No program.") == 0.0
+    with pytest.raises(ValueError, match="run_asserts"):  # training can't pay for it
+        module.score(task, "```python\npass\n```")
+    math = Task("m", "math", "?", answer="7")
+    assert evaluation_score(math, r"\boxed{7}") == 1.0 and evaluation_score(math, "7") == 0.0
+
+
+def apps_row(number, golds, pairs=(("1\n", "2\n"), ("4\n", "8\n")), level="introductory"):
+    inputs, outputs = zip(*pairs, strict=True)
+    tests = {"inputs": inputs, "outputs": outputs}
+    return {"problem_id": number, "question": "Double n.", "difficulty": level} | {
+        "solutions": json.dumps(golds) if golds is not None else "",
+        "input_output": json.dumps(tests),
+    }
+
+
+GOOD, BAD = "print(2 * int(input()))", "print(2)"  # BAD passes the first test, not the second
+
+
+def test_a_row_is_kept_if_one_of_three_golds_passes_all_its_tests(tmp_path, best_isolation):
+    rows = [
+        apps_row(1, [GOOD]),
+        apps_row(2, [BAD, BAD, GOOD]),
+        apps_row(3, [BAD] * 3 + [GOOD]),  # the fourth is not tried
+        apps_row(4, [BAD]),
+        apps_row(5, None),
+        apps_row(6, ["while True: pass", GOOD]),
+        apps_row(7, [GOOD], level="interview"),
+        apps_row(8, [GOOD], pairs=[("1\n", 2)]),
+        apps_row(9, [BAD, GOOD]),
+    ]
+    path, seen = write_rows(tmp_path / "rows.jsonl", rows), []
+    result = check_golds(path, lambda *line: seen.append(line))
+    assert result.kept == ["apps:1", "apps:2", "apps:6", "apps:9"]
+    assert result.failed == {"gold fails": 2, "no gold": 1}
+    assert [done for done, _, _ in seen] == [1, 2, 3, 4, 5, 6, 7]
+    assert seen[-1] == (7, 7, 4) and seen[2] == (3, 7, 2)
+    text = str(result)
+    assert "9 rows = 7 tasks" in text
+    assert "7 tasks = 4 kept + 3 failed (gold fails: 2, no gold: 1)" in text
+
+
+def test_contest_humaneval_and_math_golds(tmp_path, best_isolation):
+    contest = {
+        "name": "1_A",
+        "description": "Print half of n.",
+        "generated_tests": {"input": ["4\n"], "output": ["2 \n"]},
+        "solutions": {"language": [1, 3], "solution": ["print 2", "print(int(input())//2)"]},
+    }
+    python_2_only = contest | {"name": "1_B"}
+    python_2_only["solutions"] = {"language": [1], "solution": ["print(2)"]}
+    result = check_golds(write_rows(tmp_path / "contest.jsonl", [contest, python_2_only]))
+    assert result.kept == ["codecontests:1_A"] and result.failed == {"no gold": 1}
+    gutted = HUMAN | {"task_id": "Human/1", "canonical_solution": "    return None\n"}
+    result = check_golds(write_rows(tmp_path / "human.jsonl", [gutted, HUMAN]))
+    assert result.kept == ["humaneval:Human/0"] and result.failed == {"gold fails": 1}
+    result = check_golds(write_rows(tmp_path / "golds.jsonl", ROWS))
+    assert result.kept == ["golds:1", "golds:2", "golds:4"]
+    assert result.failed == {"unusable answer": 1}
+
+
+def test_many_golds_stay_in_row_order_and_few_wait(monkeypatch):
+    """The window: a pair is taken only once an earlier one is done. No sandbox in here."""
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
+    taken, done = [], []
+
+    def pairs():
+        for n in range(200):
+            taken.append(n)
+            assert n - len(done) <= 33
+            yield n, -n
+
+    for item, judged in module._in_order(pairs(), lambda n, minus: minus):
+        assert judged == -item
+        done.append(item)
+    assert done == taken == list(range(200))
+
+
+def test_the_command_writes_ids_that_the_loader_takes(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [apps_row(n, [GOOD if n % 2 else BAD]) for n in range(5)]
+    path = write_rows(tmp_path / "train.jsonl", rows)
+    flags = ["--check-golds", str(path), "--isolation", "best"]
+    assert main(flags) == 0
+    said = capsys.readouterr()
+    assert "5 tasks = 2 kept + 3 failed (gold fails: 3)" in said.out
+    assert "train.kept.txt" in said.out and "5 of 5 tasks" in said.err
+    ids = read_ids("train.kept.txt")
+    assert (tmp_path / "train.kept.txt").read_text() == "apps:1\napps:3\n"
+    assert [task.id for task in load(path, keep=ids)[0]] == ["apps:1", "apps:3"]
+    assert main([*flags, "--out", "ids.txt"]) == 0 and read_ids("ids.txt") == ids
+    capsys.readouterr()
+    write_rows(path, rows[:1])
+    assert main([*flags, "--out", "none.txt"]) == 2
+    assert "no gold can be rewarded" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "ids.txt",
+        "train.jsonl",
+        "train.kept.txt",
+    ]
+    with pytest.raises(DataError, match="no gold programs"):
+        check_golds(write_rows(path, [LIVE]))
+
+
+LIVE = {
+    "question_content": "Echo.",
+    "contest_date": "2025-02-01",
+    "public_test_cases": "[]",
+    "private_test_cases": json.dumps([{"input": "1", "output": "1", "testtype": "stdin"}]),
+}
+
+
+def test_ctrl_c_ends_the_golds_at_once_and_writes_nothing(tmp_path):
+    sleepers = [apps_row(n, ["import time\ntime.sleep(12)"]) for n in range(40)]
+    path = write_rows(tmp_path / "rows.jsonl", [apps_row("first", [GOOD]), *sleepers])
+    program = f"""
+import os, signal, sys, threading, time
+sys.path.insert(0, {str(REPO)!r})
+import evaluate
+def ctrl_c(done, total, kept):
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+evaluate.progress_line = lambda noun, more: ctrl_c
+began = time.monotonic()
+code = evaluate.main(["--check-golds", {str(path)!r}, "--isolation", "best"])
+print(code, time.monotonic() - began < 10)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    assert done.stdout.split() == ["130", "True"], done.stderr
+    assert done.stderr.split("\n") == ["", "evaluate.py: stopped, nothing was written", ""]
+    assert [p.name for p in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
 # --- model folders and settings ----------------------------------------------------------------
@@ -518,11 +691,6 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 # --- the command -------------------------------------------------------------------------------
 
 
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 ROWS = [
     {"id": 1, "problem": "How many sides has a square?", "answer": "004"},
     {"id": 2, "problem": "How many sides has a triangle?", "answer": "3"},
@@ -559,26 +727,34 @@ def test_the_command_on_the_toy_tasks(tiny, tmp_path):
 
 def test_the_command_on_a_file_of_rows(tiny, tmp_path, capsys):
     """Two systems in one process: the gold of 10,001 characters is left out and named."""
-    data = write_rows(tmp_path / "rows.jsonl", ROWS)
-    flags = ["--model", tiny, "--data", data, "--isolation", "best", "--max-tokens", 3]
+    names = [write_rows(tmp_path / name, rows) for name, rows in (("rows", ROWS), ("b", [HUMAN]))]
+    both = ", ".join(map(str, names))
+    flags = ["--model", tiny, "--data", both, "--isolation", "best", "--max-tokens", 3]
     out = tmp_path / "out.json"
     assert main([str(x) for x in [*flags, "--system", "single", "--out", out]]) == 0
     said = capsys.readouterr()
     assert "left out 1 tasks" in said.err and "rows:3" in said.err
     rows = json.loads(out.read_text())["rows"]
-    assert [row["task"] for row in rows] == ["rows:1", "rows:2", "rows:4"]
+    ids = ["rows:1", "rows:2", "rows:4", "humaneval:Human/0"]
+    assert [row["task"] for row in rows] == ids
     assert {(row["status"], row["reward"], row["calls"]) for row in rows} == {("ok", 0.0, 1)}
 
     small = [*flags, "--system", "single", "--max-context", 30, "--out", out, "--n-tasks", 2]
     assert main([str(x) for x in small]) == 0
-    assert json.loads(out.read_text())["all"]["statuses"] == {"context_overflow": 2}
+    assert json.loads(out.read_text())["all"]["statuses"] == {"context_overflow": 3}
 
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("Design.\n[user]\n{question}")
     designed = [*flags, "--designer-prompt", prompt, "--executor-model", tiny, "--out", out]
     assert main([str(x) for x in designed]) == 0
-    assert json.loads(out.read_text())["all"]["statuses"] == {"invalid_design": 3}
+    assert json.loads(out.read_text())["all"]["statuses"] == {"invalid_design": 4}
     assert {row["calls"] for row in json.loads(out.read_text())["rows"]} == {1}
+
+
+def test_data_names_may_be_a_file_with_a_comma(tmp_path):
+    path = write_rows(tmp_path / "a,b.jsonl", ROWS)
+    assert data_names(str(path)) == [str(path)]
+    assert data_names(f"{path},toy") == [*str(path).split(","), "toy"]
 
 
 def test_usage_errors_are_one_line_and_exit_2(tiny, tmp_path, capsys):
@@ -604,6 +780,12 @@ def test_usage_errors_are_one_line_and_exit_2(tiny, tmp_path, capsys):
         (["--model", tiny, "--system", "single", "--executor-model", tiny], "asks no designer"),
         (["--model", tiny, "--data", tmp_path / "none.jsonl"], "no such file"),
         (["--model", tiny, "--data", empty], "empty"),
+        (["--model", tiny, "--data", "aime24,aime26"], "--data aime26: no such file"),
+        (["--model", tiny, "--data", ""], "no such file"),
+        (["--check-golds", data, "--model", tiny], "not --model"),
+        (["--check-golds", data, "--samples", "2", "--seed", "1"], "not --samples, --seed"),
+        (["--check-golds", tmp_path / "none.jsonl"], "no such file"),
+        (["--check-golds", data, "--out", tmp_path / "no" / "x"], "folder"),
         (["--model", tiny, "--data", bad, "--isolation", "best"], "no task is left"),
         (["--model", tiny, "--data", data, "--designer-prompt", prompt], "{question}"),
         (["--model", tiny, "--data", data, "--designer-prompt", bare], "can't be read"),

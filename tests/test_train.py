@@ -1,15 +1,8 @@
-"""train.py: settings, one update worked by hand, the stage mask, moments, determinism, resume."""
+"""train.py: settings, one update worked by hand, the stage mask, moments, the sampler's check."""
 
 import copy
 import dataclasses
-import json
-import os
 import re
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +17,6 @@ from execute import Call, Design, Execution, Rollout
 from grpo import ScoringModel
 
 ROOT = Path(__file__).resolve().parent.parent
-SMALL = ["--sft-traces", "400", "--sft-steps", "40", "--eval-tasks", "12", "--tasks-per-step", "3"]
 
 
 def config(**changes) -> train.Config:
@@ -67,7 +59,11 @@ def optimizer_of(policy, conf) -> train.Optimizer:
 
 
 def updates_of(rolled, role, conf):
-    return train.plan_updates([train.training_calls(rolled, role)], conf, 0, "seed")
+    return plan([train.training_calls(rolled, role)], conf)
+
+
+def plan(parts, conf, seed="seed") -> list:
+    return train.plan_updates(parts, conf, 0, seed)[0]
 
 
 # --- settings
@@ -156,13 +152,13 @@ def test_updates_are_disjoint_and_each_has_its_own_token_mean():
     conf = config(updates_per_step=3, token_budget=10_000)
     rolled = rollouts_of([[[1, 0, 1], [0, 0, 1]]])
     calls, advantages = train.training_calls(rolled, "executor")
-    updates = train.plan_updates([(calls, advantages)], conf, 0, "seed")
+    updates = plan([(calls, advantages)], conf)
     rows = [tuple(r.tolist()) for u in updates for m in u for r in m.batch.input_ids]
     assert len(updates) == 3 and len(rows) == len(set(rows)) == 6
     for update in updates:
         (micro,) = update
         assert micro.n_tokens == micro.batch.loss_mask.sum()
-    again = train.plan_updates([(calls, advantages)], conf, 0, "seed")
+    again = plan([(calls, advantages)], conf)
     assert torch.equal(again[1][0].batch.input_ids, updates[1][0].batch.input_ids)
 
 
@@ -209,14 +205,13 @@ def test_no_reward_for_long_is_said(monkeypatch, tmp_path, capsys):
     line |= {"truncated/executor": 0.0, "approx_kl": 0.0, "sampler_gap_max": 0.0}
     line |= {"grad_norm": 0.0, "seconds/step": 0.0, "role": "executor"}
 
-    def step(step, *rest):
+    def step(step, first):
         return line | {"step": step, "reward": next(rewards)}
 
-    monkeypatch.setattr(train, "train_step", step)
     monkeypatch.setattr(train, "save_checkpoint", lambda *rest: None)
-    train.learn(None, None, None, config(steps=14), tmp_path, 0)
+    train.learn(step, None, config(), tmp_path, 0, 14)
     assert "no reward" not in capsys.readouterr().out
-    train.learn(None, None, None, config(steps=14), tmp_path, 0)
+    train.learn(step, None, config(), tmp_path, 0, 14)
     assert capsys.readouterr().out.count("no reward in 10 steps") == 1
 
 
@@ -266,7 +261,7 @@ def test_joint_sums_two_losses_each_with_its_own_token_count():
     rolled = rollouts_of([[[1, 0], [0, 0]]])
     conf = config(train="joint", token_budget=10_000)
     parts = [train.training_calls(rolled, role) for role in ("designer", "executor")]
-    (update,) = train.plan_updates(parts, conf, 0, "seed")
+    (update,) = plan(parts, conf)
     counted = [sum(len(c.output_ids) for c in calls) for calls, _ in parts]
     assert [micro.n_tokens for micro in update] == counted
 
@@ -278,9 +273,9 @@ def test_truncated_calls_keep_their_place_in_the_group_but_not_in_the_loss():
     cut.finish_reason = "length"
     calls, advantages = train.training_calls(rolled, "executor")
     assert advantages == pytest.approx([0.70711, -0.70711], abs=1e-5)  # centred on both
-    ((micro,),) = train.plan_updates([(calls, advantages)], config(), 0, "seed")
+    ((micro,),) = plan([(calls, advantages)], config())
     assert len(micro.batch.input_ids) == 1 and micro.n_tokens == len(calls[0].output_ids)
-    ((both,),) = train.plan_updates([(calls, advantages)], config(mask_truncated=False), 0, "s")
+    ((both,),) = plan([(calls, advantages)], config(mask_truncated=False))
     assert len(both.batch.input_ids) == 2
 
 
@@ -292,142 +287,7 @@ def test_an_api_engines_calls_are_refused(policy):
         updates_of(rolled, "executor", config())
 
 
-# --- whole runs, through the command
-
-
-def command(*argv, **options) -> subprocess.CompletedProcess:
-    env = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    return subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *map(str, argv)],
-        capture_output=True,
-        text=True,
-        env=env,
-        timeout=240,
-        **options,
-    )
-
-
-@pytest.fixture(scope="module")
-def cold_start(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("cold")
-    done = command("--out", out, "--name", "c", "--train", "sft", *SMALL)
-    assert done.returncode == 0, done.stderr
-    return out / "c" / "cold_start"
-
-
-def weights(folder: Path) -> dict:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")
-
-
-def log_without_times(folder: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    timed = ("seconds/", "tokens_per_second")
-    return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines]
-
-
-def test_two_runs_are_equal_and_so_is_a_resumed_one(cold_start, tmp_path):
-    """Bit for bit, weights and every log field that is not a time (trainer_bugs 48)."""
-    base = ["--out", tmp_path, "--model", cold_start, *SMALL, "--stage-length", 1]
-    base += ["--checkpoint-every", 2]
-    for name, steps in (("a", 4), ("b", 2)):
-        done = command(*base, "--name", name, "--steps", steps)
-        assert done.returncode == 0, done.stderr
-    # b ended after two steps; made to look as if it had been killed in the middle of a longer run.
-    saved = json.loads((tmp_path / "b/config.json").read_text()) | {"steps": 4}
-    (tmp_path / "b/config.json").write_text(json.dumps(saved))
-    for made in ("table.md", "curve.png", "designs.md"):
-        (tmp_path / "b" / made).unlink()
-    shutil.rmtree(tmp_path / "b/final")
-    with (tmp_path / "b/log.jsonl").open("a") as log:  # a step after the checkpoint is done again,
-        log.write(json.dumps({"step": 2, "reward": 9.0}) + '\n{"step": 3, "rew')  # and a torn line
-    done = command("--resume", tmp_path / "b")
-    assert done.returncode == 0, done.stderr
-    first, resumed = weights(tmp_path / "a/final"), weights(tmp_path / "b/final")
-    start = weights(cold_start)
-    assert any(not torch.equal(first[name], start[name]) for name in first)
-    for name in first:
-        assert torch.equal(first[name], resumed[name]), name
-    assert log_without_times(tmp_path / "a") == log_without_times(tmp_path / "b")
-    for file in ("curve.png", "designs.md", "table.md", "final/tokenizer.json"):
-        assert (tmp_path / "a" / file).stat().st_size > 0
-    assert "before" in (tmp_path / "a/table.md").read_text()
-    again = command("--resume", tmp_path / "b")
-    assert again.returncode == 2 and "is finished" in again.stderr
-    no_run = command("--resume", cold_start)
-    assert no_run.returncode == 2 and "no run folder" in no_run.stderr
-
-
-def test_ctrl_c_ends_soon_with_the_last_checkpoint_whole(cold_start, tmp_path):
-    env = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    argv = ["--out", tmp_path, "--name", "r", "--model", cold_start, *SMALL]
-    argv += ["--steps", 10_000, "--checkpoint-every", 1, "--eval-tasks", 0]
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *map(str, argv)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=env,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("r/checkpoint-*")) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    began = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)
-    try:
-        _, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    # Measured: about a second on an idle machine. The bound is for a hang, not for the speed.
-    assert time.monotonic() - began < 30
-    assert process.returncode == 130 and "--resume" in err.strip().splitlines()[-1]
-    assert "Traceback" not in err
-    last = sorted(tmp_path.glob("r/checkpoint-*"))[-1]
-    assert weights(last / "model") and not list(tmp_path.glob("r/.*partial"))
-    torch.load(last / "optimizers.pt", weights_only=True)
-
-
-def test_bad_model_folder_and_bad_data_are_one_line(cold_start, tmp_path):
-    broken = tmp_path / "no_tokenizer"
-    shutil.copytree(cold_start, broken)
-    for path in broken.glob("tokenizer*"):
-        path.unlink()
-    empty, unanswered = tmp_path / "empty.jsonl", tmp_path / "unanswered.jsonl"
-    empty.write_text("")
-    unanswered.write_text('{"problem": "What is 1+1?"}\n' * 8)
-    for argv in (
-        ["--model", broken],
-        ["--model", cold_start, "--data", empty],
-        ["--model", cold_start, "--data", unanswered],
-    ):
-        done = command("--out", tmp_path / "runs", *argv, *SMALL)
-        assert done.returncode == 2, done.stderr
-        line = done.stderr.strip().splitlines()[-1]
-        assert line.startswith("train.py: error:") and "Traceback" not in done.stderr
-    assert not list((tmp_path / "runs").glob("*/log.jsonl"))  # nothing half-written
-
-
-def test_a_full_disk_is_one_line_and_leaves_no_half_checkpoint(cold_start, tmp_path):
-    """A file-size limit stands for the full disk: writes fail in the same places."""
-    limit = "import resource,signal,sys,runpy;signal.signal(signal.SIGXFSZ,signal.SIG_IGN);"
-    limit += "resource.setrlimit(resource.RLIMIT_FSIZE,(100_000,100_000));"
-    limit += f"sys.path.insert(0,{str(ROOT)!r});import train;sys.exit(train.main(sys.argv[1:]))"
-    argv = ["--out", tmp_path, "--name", "r", "--model", cold_start, *SMALL, "--eval-tasks", 0]
-    argv += ["--steps", 1]
-    env = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    done = subprocess.run(
-        [sys.executable, "-c", limit, *map(str, argv)],
-        capture_output=True,
-        text=True,
-        env=env,
-        timeout=240,
-    )
-    assert done.returncode == 1, done.stderr
-    assert "could not be written" in done.stderr.strip().splitlines()[-1]
-    assert "Traceback" not in done.stderr
-    assert not list(tmp_path.glob("r/checkpoint-*")) and not list(tmp_path.glob("r/.*partial"))
+# --- the toy
 
 
 def test_the_toys_training_and_held_out_tasks_share_no_question():

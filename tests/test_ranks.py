@@ -1,0 +1,259 @@
+"""Several ranks: two gloo processes do what one does, and a lost rank ends the job.
+
+Run as a script under torchrun it is the probe that the tests compare: one update on recorded
+rollouts, or the state of a run folder's last checkpoint.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+ENVIRONMENT = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+
+# name -> rewards [B, M, N] of recorded rollouts; the probe trains on each.
+CASES = {
+    "many": [[[1, 0], [0, 0]], [[0, 1], [1, 1]], [[1, 0], [1, 0]]],
+    "fewer calls than ranks": [[[1, 0]]],  # one of the two executions is cut off below
+    "nothing to train": [[[1, 1], [1, 1]]],
+}
+
+
+# --- the probe, in one or several processes
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, of all shards under FSDP."""
+    return getattr(tensor, "full_tensor", lambda: tensor)().detach().clone()
+
+
+def probe(out: Path) -> None:
+    """Gradients and metrics of each case, in joint and in stagewise training -> OUT.pt."""
+    from test_train import rollouts_of
+
+    import engine
+    import train
+    from grpo import ScoringModel
+
+    changes = dict(train.PRESETS["toy"], grad_clip=1e9, token_budget=24, updates_per_step=1)
+    found = {}
+    for name, rewards in CASES.items():
+        for mode in ("joint", "executor"):
+            conf = train.Config(**changes | {"train": mode, "recompute": mode == "joint"})
+            if not train.dist.is_initialized():
+                train.start_ranks(conf)
+            policy = train.shard(ScoringModel(engine.random_tiny(seed=1)[0].float()), conf)
+            optimizer = train.Optimizer(policy, 1e-2, 0.1, lambda update: 1.0)
+            rolled = rollouts_of(rewards)
+            if name == "fewer calls than ranks":
+                rolled[0].designs[0].executions[1].calls[0].finish_reason = "length"
+            parts = [train.training_calls(rolled, r) for r in train.roles_to_train(conf, 0)]
+            updates, _ = train.plan_updates(parts, conf, 0, "seed")
+            gradients = {}
+
+            def keep(policy=policy, gradients=gradients):
+                gradients.update({n: whole(w.grad) for n, w in policy.named_parameters()})
+
+            step = optimizer.step
+            optimizer.step = lambda conf, keep=keep, step=step: (keep(), step(conf))[1]
+            metrics = train.train_on(policy, optimizer, updates, conf)
+            after = {n: w.clone() for n, w in train.full_weights(policy, torch.float32)}
+            found[f"{name}, {mode}"] = (gradients, metrics, after, len(updates[0]))
+    if train.rank() == 0:
+        torch.save(found, out)
+    if train.dist.is_initialized():
+        train.dist.destroy_process_group()
+
+
+def loaded(folder: Path, out: Path) -> None:
+    """The state of a run's last checkpoint, and the next gradients on a recorded rollout."""
+    from test_train import rollouts_of
+
+    import train
+
+    conf = train.read_config(folder)
+    train.start_ranks(conf)
+    state = train.make_state(Path(conf.model), conf)
+    done = train.load_checkpoint(train.checkpoints_of(folder)[-1], state, conf)
+
+    held = {
+        f"{part} {name}": whole(tensor)
+        for part, named in train.tensors(state).items()
+        for name, tensor in named.items()
+    }
+    counts = {role: (o.updates, o.lr) for role, o in state.optimizers.items()}
+    rolled = rollouts_of(CASES["many"])
+    for call in (c for r in rolled for d in r.designs for x in d.executions for c in x.calls):
+        call.prompt_ids, call.output_ids = [1, 2, 3], [4, 5][: len(call.output_ids)]
+        call.logp_sampler = call.logp_sampler[: len(call.output_ids)]
+    parts = [train.training_calls(rolled, "executor")]
+    updates, _ = train.plan_updates(parts, conf, 0, "seed")
+    gradients = {}
+    optimizer = state.optimizers["executor"]
+
+    def keep(conf):
+        gradients.update({n: whole(w.grad) for n, w in state.policy.named_parameters()})
+        return 0.0
+
+    optimizer.step = keep
+    train.train_on(state.policy, optimizer, updates, conf)
+    if train.rank() == 0:
+        torch.save({"done": done, "held": held, "counts": counts, "gradients": gradients}, out)
+    if train.dist.is_initialized():
+        train.dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        probe(Path(sys.argv[1]))
+    else:
+        loaded(Path(sys.argv[1]), Path(sys.argv[2]))
+    sys.exit(0)
+
+
+# --- the tests
+
+
+def run(argv: list, n_ranks: int, **options) -> subprocess.CompletedProcess:
+    start = [sys.executable]
+    if n_ranks > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(n_ranks)]
+    done = subprocess.run(
+        [*start, *map(str, argv)],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        timeout=240,
+        **options,
+    )
+    return done
+
+
+@pytest.fixture(scope="module")
+def probes(tmp_path_factory) -> dict[int, dict]:
+    out = tmp_path_factory.mktemp("probes")
+    for n in (1, 2):
+        done = run([__file__, out / f"{n}.pt"], n)
+        assert done.returncode == 0, done.stderr
+    return {n: torch.load(out / f"{n}.pt", weights_only=False) for n in (1, 2)}
+
+
+@pytest.mark.parametrize("mode", ["joint", "executor"])
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_are_one(probes, case, mode):
+    """Gradients within 1e-6, the same metrics, the same weights after the step."""
+    one, two = (probes[n][f"{case}, {mode}"] for n in (1, 2))
+    assert one[0].keys() == two[0].keys()
+    for name, gradient in one[0].items():
+        torch.testing.assert_close(two[0][name], gradient, rtol=0, atol=1e-6)
+    assert one[1].keys() == two[1].keys()
+    for name, value in one[1].items():
+        assert two[1][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    for name, weight in one[2].items():
+        torch.testing.assert_close(two[2][name], weight, rtol=0, atol=1e-4)
+    if case == "nothing to train":
+        assert one[3] == two[3] == 0 and one[1]["skipped"] == two[1]["skipped"] == 1
+    else:
+        assert max(g.abs().max() for g in one[0].values()) > 1e-3
+    if case == "many":
+        assert one[3] > two[3] > 1  # the work was shared out
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory) -> Path:
+    """A cold start of the toy, made by two ranks, and two steps after it."""
+    out = tmp_path_factory.mktemp("two")
+    small = ["--sft-traces", 300, "--sft-steps", 30, "--tasks-per-step", 3]
+    done = run([ROOT / "train.py", "--out", out, "--name", "c", "--train", "sft", *small], 2)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def steps(started: Path, name: str, *more) -> list:
+    argv = [ROOT / "train.py", "--out", started, "--name", name, "--tasks-per-step", 3]
+    argv += ["--model", started / "c/cold_start", "--stage-length", 1, "--eval-tasks", 3]
+    return [*argv, "--no-tables", *more]
+
+
+def log_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def test_a_run_on_two_ranks_covers_the_tasks_of_one_and_its_checkpoint_loads_in_one(started):
+    """The same tasks, rewards and counts; from two processes to one the state is bit-equal and
+    the next gradient on a recorded rollout is within 1e-5."""
+    for n in (1, 2):
+        done = run(steps(started, f"r{n}", "--steps", 2, "--checkpoint-every", 2), n)
+        assert done.returncode == 0, done.stderr
+    one, two = log_of(started / "r1"), log_of(started / "r2")
+    assert len(one) == len(two) == 2
+    exact = [
+        n for n in one[0] if n.startswith(("reward", "status", "structure", "length", "calls"))
+    ]
+    for a, b in zip(one, two, strict=True):
+        assert {n: a[n] for n in exact if n in a} == {n: b[n] for n in exact if n in b}
+        for name in ("loss", "grad_norm", "trained_tokens", "approx_kl"):
+            assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-6), name
+    found = {}
+    for n in (1, 2):
+        done = run([__file__, started / "r2", started / f"loaded{n}.pt"], n)
+        assert done.returncode == 0, done.stderr
+        found[n] = torch.load(started / f"loaded{n}.pt", weights_only=False)
+    assert found[1]["done"] == found[2]["done"] == 2
+    assert found[1]["counts"] == found[2]["counts"]
+    assert {"model", "designer/exp_avg", "executor/exp_avg_sq"} <= {
+        name.split()[0] for name in found[1]["held"]
+    }
+    for name, tensor in found[1]["held"].items():
+        assert torch.equal(tensor, found[2]["held"][name]), name
+    for name, gradient in found[1]["gradients"].items():
+        torch.testing.assert_close(found[2]["gradients"][name], gradient, rtol=0, atol=1e-5)
+
+
+def test_a_rank_that_dies_ends_the_job_and_is_named(started):
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc_per_node", "2"),
+            *map(str, steps(started, "dies", "--steps", 10_000, "--eval-tasks", 0)),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        start_new_session=True,
+    )
+    log = started / "dies/log.jsonl"
+    deadline = time.monotonic() + 120
+    while not (log.exists() and log.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    try:
+        os.kill(pid_of_rank(process.pid, 1), signal.SIGKILL)
+        _, err = process.communicate(timeout=90)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode != 0
+    assert "SIGKILL" in err and "local_rank: 1" in err.split("Root Cause")[1]
+    assert "rank 0: failed: lost another rank" in err
+
+
+def pid_of_rank(parent: int, rank: int) -> int:
+    """The child of torchrun whose environment says RANK=rank."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            environment = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if int(fields[1]) == parent and f"RANK={rank}".encode() in environment:
+            return int(entry.name)
+    raise AssertionError(f"no process of rank {rank}")
