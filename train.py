@@ -415,12 +415,15 @@ def split_names(text: str) -> list[str]:
 # --- ranks: the only part of the project that knows of several processes ---
 
 
+joined = False  # start_ranks() joined a process group (vLLM alone makes one for itself)
+
+
 def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    return dist.get_rank() if joined else 0
 
 
 def ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return dist.get_world_size() if joined else 1
 
 
 def start_ranks(config: Config) -> None:
@@ -428,6 +431,7 @@ def start_ranks(config: Config) -> None:
 
     Without either there is no group and no FSDP: a plain model on a CPU.
     """
+    global joined
     cuda = config.device == "cuda"
     if "RANK" not in os.environ:
         if not cuda:
@@ -440,6 +444,7 @@ def start_ranks(config: Config) -> None:
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         timeout=timedelta(minutes=config.timeout_minutes),
     )
+    joined = True
 
 
 def say(text: str, **options) -> None:
@@ -449,8 +454,7 @@ def say(text: str, **options) -> None:
 
 
 def barrier() -> None:
-    if dist.is_initialized():
-        sum_over_ranks([0.0])
+    sum_over_ranks([0.0])
 
 
 def gather(part: list) -> list:
@@ -486,7 +490,7 @@ def shard(policy: ScoringModel, config: Config) -> ScoringModel:
     if config.recompute:
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         policy.train()  # or Transformers computes without checkpoints; there is no dropout
-    if not dist.is_initialized():
+    if not joined:
         return policy.to(device)
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32
@@ -1085,7 +1089,7 @@ def tensors(state: State) -> dict:
 def save_checkpoint(folder: Path, step: int, state: State, config: Config) -> None:
     """Weights and moments, sharded, and what each optimizer counts. Keeps the last ones."""
     with whole(folder / f"checkpoint-{step:06}") as partial:
-        dcp.save(tensors(state), checkpoint_id=partial, no_dist=not dist.is_initialized())
+        dcp.save(tensors(state), checkpoint_id=partial, no_dist=not joined)
         counts = {role: {"updates": o.updates, "lr": o.lr} for role, o in state.optimizers.items()}
         if rank() == 0:
             saved = {"step": step, "optimizers": counts, "config": dataclasses.asdict(config)}
@@ -1124,7 +1128,7 @@ def load_checkpoint(folder: Path, state: State, config: Config) -> int:
                     "exp_avg_sq": torch.zeros_like(weight),
                 }
     try:
-        dcp.load(tensors(state), checkpoint_id=folder, no_dist=not dist.is_initialized())
+        dcp.load(tensors(state), checkpoint_id=folder, no_dist=not joined)
     except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
         raise UsageError(f"{unreadable}: {one_line(error)}") from error
     return done
@@ -1356,7 +1360,7 @@ def make_engine(start: Path, model, tokenizer, config: Config) -> TorchEngine | 
             start,
             dtype=config.dtype,
             gpu_memory=config.vllm_memory,
-            distributed=dist.is_initialized(),
+            distributed=joined,
             **limits,
         )
     return TorchEngine(model.to(config.device), tokenizer, **limits)
@@ -1857,8 +1861,6 @@ def main(argv: list[str] | None = None) -> int:
         go_on = f"go on with: python train.py --resume {folder}" if folder else "nothing was made"
         print(f"\ninterrupted; {go_on}", file=sys.stderr, flush=True)
         os._exit(130)  # at once: Python would wait for threads that are still scoring
-    if dist.is_initialized():
-        dist.destroy_process_group()
     return 0
 
 

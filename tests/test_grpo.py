@@ -579,6 +579,15 @@ def test_micro_batches_over_ranks(ranks):
     assert all(seen.values()), seen
 
 
+def test_the_largest_micro_batches_are_halved():
+    """50 equal rows, 4 in a batch: 13 batches, 16 wanted. 3 in a batch would make 17, so the budget
+    stays, and three of the twelve full ones are halved.
+    """
+    batches = micro_batches([5] * 50, 20, ranks=8)
+    assert [len(batch) for batch in batches] == [4] * 9 + [2] * 7
+    assert sorted(i for batch in batches for i in batch) == list(range(50))
+
+
 @pytest.mark.parametrize("n", [300, 600])
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_padding_and_balance_of_realistic_calls(n, ranks):

@@ -48,7 +48,7 @@ def probe(out: Path) -> None:
     for name, rewards in CASES.items():
         for mode in ("joint", "executor"):
             conf = train.Config(**changes | {"train": mode, "recompute": mode == "joint"})
-            if not train.dist.is_initialized():
+            if not train.joined:
                 train.start_ranks(conf)
             policy = train.shard(ScoringModel(engine.random_tiny(seed=1)[0].float()), conf)
             optimizer = train.Optimizer(policy, 1e-2, 0.1, lambda update: 1.0)
@@ -69,8 +69,6 @@ def probe(out: Path) -> None:
             found[f"{name}, {mode}"] = (gradients, metrics, after, len(updates[0]))
     if train.rank() == 0:
         torch.save(found, out)
-    if train.dist.is_initialized():
-        train.dist.destroy_process_group()
 
 
 def loaded(folder: Path, out: Path) -> None:
@@ -107,8 +105,6 @@ def loaded(folder: Path, out: Path) -> None:
     train.train_on(state.policy, optimizer, updates, conf)
     if train.rank() == 0:
         torch.save({"done": done, "held": held, "counts": counts, "gradients": gradients}, out)
-    if train.dist.is_initialized():
-        train.dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import re
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -285,6 +286,96 @@ def test_an_api_engines_calls_are_refused(policy):
         execution.calls[0].prompt_ids = execution.calls[0].output_ids = None
     with pytest.raises(ValueError, match="is it an API"):
         updates_of(rolled, "executor", config())
+
+
+# --- the engine and its weights
+
+
+def drawn(policy, n=3) -> list[Call]:
+    """Calls that a TorchEngine with the policy's weights really drew."""
+    _, tokenizer = engine.random_tiny(seed=1)
+    playing = engine.TorchEngine(copy.deepcopy(policy.model), tokenizer)
+    for i in range(n):
+        ask = [{"role": "user", "content": "x" * (i + 1)}]
+        playing.submit(i, ask, max_tokens=9, temperature=1.0, seed=i)
+    done = []
+    while playing.pending():
+        done += playing.step()
+    return [
+        Call(
+            *("executor", "a", [], c.text),
+            *(c.prompt_ids, c.output_ids, c.logp_sampler, c.finish_reason),
+        )
+        for c in done
+    ]
+
+
+def test_the_step_0_check_passes_for_the_same_weights(policy):
+    assert train.check_sampler(policy, drawn(policy), config(), 0, None) < 1e-5
+    assert train.check_sampler(policy, [], config(), 0, None) == 0.0
+
+
+def test_the_step_0_check_names_what_differs(policy):
+    """Other weights, another temperature, a shift by one, a NaN: each stops the run."""
+    calls = drawn(policy)
+    with torch.no_grad():
+        stale = copy.deepcopy(policy)
+        stale.model.model.norm.weight.mul_(1.1)
+        broken = copy.deepcopy(policy)
+        broken.model.model.norm.weight.fill_(float("nan"))
+    hot = ScoringModel(policy.model, temperature=0.9)
+    shifted = copy.deepcopy(calls)
+    for c in shifted:
+        c.logp_sampler = [*c.logp_sampler[1:], c.logp_sampler[0]]
+    for other, their in ((stale, calls), (broken, calls), (hot, calls), (policy, shifted)):
+        with pytest.raises(
+            engine.EngineError, match=r"disagree before any update: .* executor call"
+        ):
+            train.check_sampler(other, their, config(), 0, None)
+    assert train.check_sampler(stale, calls, config(gap_bound=5.0), 0, None) > 0.01
+    one = copy.deepcopy(calls)
+    one[0].logp_sampler[2] -= 0.1  # a single token: the mean is within its bound, this is not
+    with pytest.raises(engine.EngineError, match="output token 2"):
+        train.check_sampler(policy, one, config(gap_bound=4e-3), 0, None)
+
+
+def test_weights_are_pushed_one_at_a_time_in_the_engines_dtype(policy):
+    """trainer_bugs 45 and 46: never two casts alive at once, and nothing is left behind."""
+    alive, most = weakref.WeakSet(), 0
+    names = []
+    for name, weight in train.full_weights(policy, torch.bfloat16):
+        assert weight.dtype == torch.bfloat16 and not weight.requires_grad
+        alive.add(weight)
+        most = max(most, len(alive))
+        names.append(name)
+    del weight
+    assert names == [name for name, _ in policy.model.named_parameters()]
+    assert most <= 2 and len(alive) == 0  # the loop's own, and the one that comes
+
+
+def test_vllm_asked_for_and_missing_is_one_line(monkeypatch, capsys, tmp_path):
+    missing = "vLLM is not installed: pip install -r requirements-gpu.txt"
+    monkeypatch.setattr(train, "vllm_missing", lambda: missing)
+    assert train.main(["--engine", "vllm", "--no-tables", "--out", str(tmp_path / "r")]) == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line == f"train.py: failed: {missing}" and not (tmp_path / "r").exists()
+    assert train.choose_engine(config(engine="auto", device="cuda")) == "torch"
+    assert missing in capsys.readouterr().out  # auto says why
+    monkeypatch.setattr(train, "vllm_missing", lambda: None)
+    assert train.choose_engine(config(engine="auto", device="cuda")) == "vllm"
+    assert train.choose_engine(config(engine="auto", device="cpu")) == "torch"
+
+
+def test_an_engine_that_fails_ends_the_run_with_one_line(monkeypatch, capsys):
+    def fails(*_):
+        raise engine.EngineError("vLLM failed while decoding: out of blocks")
+
+    monkeypatch.setattr(train, "work", fails)
+    monkeypatch.setattr(train.signal, "signal", lambda *_: None)
+    assert train.main([]) == 1
+    assert (
+        capsys.readouterr().err == "train.py: failed: vLLM failed while decoding: out of blocks\n"
+    )
 
 
 # --- the toy
