@@ -47,6 +47,7 @@ import json
 import math
 import os
 import random
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -599,7 +600,8 @@ def process_state_kept() -> Iterator[None]:
     variables = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")}
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of vLLM's own imports
             yield
     finally:
         random.setstate(python_state)
@@ -639,7 +641,7 @@ def start_vllm(folder: str, **settings):
         folder,
         generation_config="vllm",  # nothing of generation_config.json: submit says it all
         skip_tokenizer_init=True,  # ids in, ids out
-        logprobs_mode="processed_logprobs",  # by default those of the raw logits, before temperature
+        logprobs_mode="processed_logprobs",  # the default is of raw logits, before temperature
         # Scheduling ahead would leave a batch of ended calls in flight when new weights come, and
         # can't be tested on a CPU, where vLLM turns it off.
         async_scheduling=False,
@@ -652,18 +654,19 @@ def start_vllm(folder: str, **settings):
 class VLLMEngine:
     """vLLM in this process, one engine a rank, behind the same calls as TorchEngine.
 
-    folder: a saved Hugging Face model with its tokenizer; it is what the weights are until
-    `load_weights`. max_context, max_batch, chat_kwargs: as in TorchEngine. dtype "auto": bfloat16 on
-    CUDA, float32 on a CPU (the only one there). gpu_memory: the share of the GPU that vLLM may take
-    for weights and cache. distributed: under torchrun, where every rank builds its engine at the
-    same time, after init_process_group and torch.cuda.set_device.
+    folder: a saved Hugging Face model and its tokenizer; its weights are used until `load_weights`.
+    max_context, max_batch, chat_kwargs: as in TorchEngine. dtype "auto": bfloat16 on CUDA, float32
+    on a CPU (nothing else there). gpu_memory: the share of the GPU that vLLM may take for weights
+    and cache. seed: of vLLM's global generators; no call draws from them. distributed: under
+    torchrun, where all ranks build their engines at the same time, after init_process_group and
+    torch.cuda.set_device.
 
-    A training step on CUDA: roll out; `sleep()` hands weights and cache back to the GPU;
-    train; `load_weights` wakes the engine with the new weights. On a CPU `sleep` does nothing.
+    A training step on CUDA: roll out; `sleep` gives the GPU memory back; train; `load_weights`
+    wakes the engine with the new weights. On a CPU `sleep` does nothing.
 
-    Unlike TorchEngine: draws are vLLM's own, so the same seed gives other text (but depends on no
-    neighbour either); in bfloat16 log-probs differ from a trainer's by about 0.02 in the mean; a
-    temperature between 0 and 0.01 is refused, since vLLM would raise it to 0.01.
+    Unlike TorchEngine: draws are vLLM's own, so a seed gives another text (but no neighbour has a
+    say in it either); in bfloat16 log-probs differ from the trainer's, by 0.02 in the mean; and a
+    temperature between 0 and 0.01 is refused, since vLLM would make 0.01 of it.
     """
 
     def __init__(
@@ -755,7 +758,8 @@ class VLLMEngine:
         """A token for every running call, the first one for calls just admitted -> what ended."""
         if not self._calls:
             return []
-        with vllm_errors("decoding"):
+        # On a CPU vLLM draws from torch's global generator too, and then uses the calls' own.
+        with vllm_errors("decoding"), torch.random.fork_rng(devices=[]):
             outputs = self._llm.llm_engine.step()
         return [self._completion(output) for output in outputs]
 
@@ -781,6 +785,7 @@ class VLLMEngine:
 
     def _wake(self, tag: str) -> None:
         if tag in self._asleep:
+            torch.cuda.empty_cache()  # vLLM can't use what the trainer's allocator keeps for later
             self._llm.wake_up(tags=[tag])
             self._asleep.remove(tag)
 
@@ -791,7 +796,7 @@ class VLLMEngine:
             )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """As TorchEngine.load_weights; wakes a sleeping engine. Takes one weight at a time.
+        """As TorchEngine.load_weights; wakes a sleeping engine. Weights are taken as they come.
 
         Under FSDP every rank calls it with an iterator that gathers weight by weight: the ranks
         take them in the same order, with no other collective between.

@@ -247,6 +247,7 @@ def rollout(
     executor_max_tokens: int = 2048,
     max_calls: int = 32,
     on_event: Callable[[dict], None] | None = None,
+    on_task: Callable[[int, Rollout], None] | None = None,
 ) -> list[Rollout]:
     """Play `n_designs` designs a task and `n_executions` executions a design; one Rollout a task.
 
@@ -261,9 +262,11 @@ def rollout(
     on_event(dict): for a live view, called on this thread. "event" is "call_started",
       "call_finished", "design", "answer" or "reward"; "task", "design", "execution", "call" are
       indices (execution -1: the designer's call; call -1: not about a call).
+    on_task(index, rollout): called on this thread when a task's last execution has its reward, so
+      that what is done can be kept before the rest is.
 
     Raises ValueError for an empty batch or a number below 1, and whatever the engine, the sandbox,
-    `score` or `on_event` raise. Whatever it raises, its scripts are killed and its calls dropped.
+    `score`, `on_event` or `on_task` raise. Whatever it raises, its scripts are killed and its calls dropped.
     """
     limits = {"n_designs": n_designs, "n_executions": n_executions, "max_calls": max_calls}
     for name, value in limits.items():
@@ -283,6 +286,7 @@ def rollout(
         temperature=temperature,
         seed_of=lambda task, *place: call_seed(seed, step, first_task + task, *place),
         on_event=on_event,
+        on_task=on_task,
     )
     if executor_engine is not None and executor_engine is not engine:
         run.engines.append((executor_engine, {}))
@@ -324,6 +328,7 @@ class _Run:
     temperature: float
     seed_of: Callable[..., int]
     on_event: Callable | None
+    on_task: Callable | None
 
     def __post_init__(self):
         self.rollouts = [Rollout(task, []) for task in self.tasks]
@@ -332,16 +337,22 @@ class _Run:
         self.running: dict[tuple, _Running] = {}  # not finished: queued, live, or owed a call
         self.live: set[tuple] = set()  # started, neither killed nor reported as ended
         self.open = 0  # executions without a final status
+        self.unrewarded = Counter()  # task -> its executions without a final reward
         self.threads = ThreadPoolExecutor(thread_name_prefix="score")
         self.scoring: dict[Future, tuple] = {}
         self.scored: queue.SimpleQueue[Future] = queue.SimpleQueue()
 
     # Designs.
 
-    def ask_designer(self, n_designs: int, prompt: str | None) -> None:
-        self.open = len(self.rollouts) * n_designs * self.n_executions
+    def expect(self, n_designs: int) -> None:
         for t, rolled in enumerate(self.rollouts):
             rolled.designs = [None] * n_designs
+            self.unrewarded[t] = n_designs * self.n_executions
+        self.open = self.unrewarded.total()
+
+    def ask_designer(self, n_designs: int, prompt: str | None) -> None:
+        self.expect(n_designs)
+        for t, rolled in enumerate(self.rollouts):
             messages = designer_messages(self.questions[t], rolled.task.kind, prompt)
             for m in range(n_designs):
                 refused = self.submit((t, m, DESIGNER, 0), "designer", messages, 0)
@@ -354,10 +365,9 @@ class _Run:
         if not given[0] or any(len(each) != len(given[0]) for each in given):
             counts = sorted({len(each) for each in given})
             raise ValueError(f"scripts: {counts} a task; give at least one, as many for each task")
-        self.open = len(given) * len(given[0]) * self.n_executions
-        for t, rolled in enumerate(self.rollouts):
-            rolled.designs = [None] * len(given[t])
-            for m, script in enumerate(given[t]):
+        self.expect(len(given[0]))
+        for t, its_scripts in enumerate(given):
+            for m, script in enumerate(its_scripts):
                 self.put_design(t, m, None, read_script(script))
 
     def put_design(
@@ -371,7 +381,7 @@ class _Run:
                 Execution(None, [], 0.0, status, error) for _ in range(self.n_executions)
             ]
             self.open -= self.n_executions
-            return
+            return self.rewarded(t, self.n_executions)
         self.rollouts[t].designs[m].executions = [None] * self.n_executions  # filled by finish
         for n in range(self.n_executions):
             self.running[t, m, n] = _Running()
@@ -514,12 +524,20 @@ class _Run:
             future = self.threads.submit(self.score, task, execution.answer)
             self.scoring[future] = key
             future.add_done_callback(self.scored.put)
+        else:
+            self.rewarded(t, 1)
 
     def take_score(self, future: Future) -> None:
         t, m, n = key = self.scoring.pop(future)
         reward = float(future.result())
         self.rollouts[t].designs[m].executions[n].reward = reward
         self.emit("reward", key, reward=reward)
+        self.rewarded(t, 1)
+
+    def rewarded(self, t: int, executions: int) -> None:
+        self.unrewarded[t] -= executions
+        if self.on_task and not self.unrewarded[t]:
+            self.on_task(t, self.rollouts[t])
 
     def emit(self, event: str, key: tuple, **details) -> None:
         if self.on_event:

@@ -64,6 +64,7 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -445,6 +446,11 @@ def start_ranks(config: Config) -> None:
         timeout=timedelta(minutes=config.timeout_minutes),
     )
     joined = True
+
+
+def lost_rank(error: BaseException) -> bool:
+    """Did a collective fail because another rank is gone or hangs? gloo has no class for it."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def say(text: str, **options) -> None:
@@ -1044,8 +1050,13 @@ def whole(folder: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
         barrier()
-    except (SafetensorError, RuntimeError, CheckpointException) as error:  # "disk full", by library
-        raise OSError(f"{folder} could not be written: {one_line(error)}") from error
+    except (SafetensorError, RuntimeError, CheckpointException) as error:
+        if lost_rank(error):
+            raise
+        free = shutil.disk_usage(folder.parent).free / 1e6  # the libraries don't say "disk full"
+        raise OSError(
+            f"{folder} could not be written, {free:.1f} MB are free there: {one_line(error)}"
+        ) from error
     finally:
         if rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -1833,6 +1844,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = parse(argv)
         disable_progress_bar()  # of Transformers, whose bars would break ours
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process
         if config.export:
             print(f"exported to {export(Path(config.export))}")
             return 0
@@ -1852,8 +1864,7 @@ def main(argv: list[str] | None = None) -> int:
     except torch.OutOfMemoryError as error:
         return fail("failed", f"{error}; see --dry-run, and lower --token-budget", 1)
     except RuntimeError as error:
-        lost = isinstance(error, dist.DistError) or "gloo" in str(error)
-        if not lost:
+        if not lost_rank(error):
             raise
         time.sleep(GRACE_S)  # torchrun names the rank that ended first: let that be the other one
         return fail("failed", f"lost another rank ({error}); the first to end has the cause", 1)
