@@ -39,8 +39,10 @@ sampler's distribution unlike the trainer's; new weights never meet keys and val
 `python engine.py` is a demo: a random tiny Qwen3, four calls, and one that joins them late.
 """
 
+import atexit
 import contextlib
 import functools
+import gc
 import importlib.metadata
 import importlib.util
 import json
@@ -699,6 +701,11 @@ class VLLMEngine:
                 seed=seed + (torch.distributed.get_rank() if distributed else 0),
                 **settings,
             )
+        if distributed:
+            # vLLM's shutdown, at exit or when the engine is dropped, destroys all process groups.
+            # Those are the trainer's: its destroy_process_group ends vLLM's as well.
+            self._llm.llm_engine.engine_core._finalizer.detach()
+            atexit.register(gc.unfreeze)  # of that shutdown, this part is needed for a quiet exit
         self._calls: dict[str, tuple[object, tuple[int, ...]]] = {}  # id -> key, prompt ids
         self._submitted = 0
         self._asleep: set[str] = set()  # "weights", "kv_cache"

@@ -301,8 +301,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature, chunk):
         logp = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for rows in _chunks(len(hidden), chunk):
-            z = _logits(hidden[rows], weight, temperature)  # (chunk, V)
-            logp[rows] = z.log_softmax(dim=1).gather(1, targets[rows, None])[:, 0]
+            # No name is given to a [chunk, V] tensor: it would outlive its round.
+            logp[rows] = (
+                _logits(hidden[rows], weight, temperature)
+                .log_softmax(dim=1)
+                .gather(1, targets[rows, None])[:, 0]
+            )
         ctx.save_for_backward(hidden, weight, targets)
         ctx.temperature, ctx.chunk = temperature, chunk
         return logp
@@ -318,6 +322,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_z = p.mul_(-scale).scatter_add_(1, targets[rows, None], scale).to(weight.dtype)
             grad_hidden[rows] = grad_z @ weight
             grad_weight.addmm_(grad_z.T, hidden[rows])
+            del p, grad_z  # they would be a third tensor beside the next round's two
         return grad_hidden, grad_weight, None, None, None
 
 

@@ -1574,9 +1574,8 @@ def run(config: Config, folder: Path, world: World) -> None:
     say(f"{minutes:.1f} minutes. Everything is in {folder}: look at curve.png and designs.md")
 
 
-def imitate_file(config: Config, folder: Path) -> None:
+def imitate_file(config: Config, folder: Path, examples: list[Example]) -> None:
     """--train sft on the traces of a file: the cold start of a real model, or the rest of one."""
-    examples = read_examples(config.data)
     model, tokenizer = load_model(find_model(config.model), "cpu", getattr(torch, config.dtype))
     policy = shard(ScoringModel(model), config)
     encoded, order = sft_plan(examples, tokenizer, config)
@@ -1735,27 +1734,31 @@ def absolute_names(text: str) -> str:
     return ",".join(parts)
 
 
-def work(config: Config, folder: Path | None) -> Path:
-    """From settled settings to the end of the run; returns its folder."""
+def ingredients(config: Config) -> tuple[World | None, list[Example]]:
+    """What a run is made of: its tasks, or the traces of --train sft.
+
+    Raises UsageError, DataError; so what can't work leaves no folder behind.
+    """
+    if config.model:
+        check_folder(find_model(config.model))
+    if config.train == "sft" and config.data:
+        return None, read_examples(config.data)
+    return make_world(config), []
+
+
+def work(config: Config, folder: Path, world: World | None, examples: list[Example]) -> None:
+    """The run in its folder, from where it stands to its end or to SIGTERM."""
     if config.threads and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(config.threads)
-    configure(config.isolation)
-    from_file = config.train == "sft" and bool(config.data)
-    world = None if from_file else make_world(config)
-    if config.model:
-        check_folder(find_model(config.model))  # what can't work leaves no folder behind
-    if folder is None:
-        folder = new_folder(config)
-    elif rank() == 0:
+    if rank() == 0:
         for left in folder.glob(".*.partial"):  # of a save that was killed
             shutil.rmtree(left) if left.is_dir() else left.unlink()
     try:
-        imitate_file(config, folder) if from_file else run(config, folder, world)
+        run(config, folder, world) if world else imitate_file(config, folder, examples)
     except Preempted:
         kept = checkpoints_of(folder)
         last = f"saved {kept[-1].name}" if kept else "no step was done yet"
         say(f"SIGTERM: {last}; go on with: python train.py --resume {folder}")
-    return folder
 
 
 # --- does it fit? ---
@@ -1855,8 +1858,11 @@ def main(argv: list[str] | None = None) -> int:
         if folder and finished(folder, config):
             raise UsageError(f"{folder} is finished: look at it, or give another --name")
         start_ranks(config)
+        configure(config.isolation)
+        world, examples = ingredients(config)
+        folder = folder or new_folder(config)
         signal.signal(signal.SIGTERM, preemption)
-        work(config, folder)
+        work(config, folder, world, examples)
     except (UsageError, DataError) as error:
         return fail("error", error, 2)
     except (OSError, SandboxError, EngineError, FloatingPointError) as error:

@@ -138,6 +138,10 @@ class Bench:
             torch.cuda.empty_cache()
 
 
+def gb(amount: float) -> str:
+    return "memory not measured" if math.isnan(amount) else f"{amount:.2f} GB"
+
+
 def make_model(bench: Bench, dtype: torch.dtype) -> Qwen3ForCausalLM:
     """The same random weights each time, rounded to `dtype`; buffers stay float32."""
     size = bench.size
@@ -202,7 +206,7 @@ def check_training(bench: Bench) -> None:
     bench.row("  tokens/s", f"{tokens / seconds:.0f}")
     bench.row("  TFLOP, TFLOP/s", f"{flop / 1e12:.4g}, {flop / seconds / 1e12:.4g}")
     bench.row("  MFU", mfu(flop, seconds, bench.name))
-    bench.row("  peak memory, weights included", f"{peak:.2f} GB")
+    bench.row("  peak memory, weights included", gb(peak))
 
 
 def check_logprobs(bench: Bench) -> None:
@@ -230,7 +234,7 @@ def check_logprobs(bench: Bench) -> None:
         bench.free()
         seconds, peak = costs[name]
         costs[name] = (seconds, peak - held)
-        bench.row(f"{name} log-probs", f"{seconds:.3f} s, {peak - held:.2f} GB above the inputs")
+        bench.row(f"{name} log-probs", f"{seconds:.3f} s, {gb(peak - held)} above the inputs")
     time_ratio, memory_ratio = (
         chunked / plain for plain, chunked in zip(costs["plain"], costs["chunked"], strict=True)
     )
@@ -272,8 +276,8 @@ def check_fsdp(bench: Bench) -> None:
     seconds, peak = bench.cost(lambda: backward(policy, batch))
     gradients = [p.grad.full_tensor() for p in policy.parameters()]
     dist.destroy_process_group()
-    bench.row("without FSDP, bfloat16 weights", f"{plain_s:.3f} s, {plain_peak:.2f} GB")
-    bench.row("FSDP2, world 1, float32 weights", f"{seconds:.3f} s, {peak:.2f} GB")
+    bench.row("without FSDP, bfloat16 weights", f"{plain_s:.3f} s, {gb(plain_peak)}")
+    bench.row("FSDP2, world 1, float32 weights", f"{seconds:.3f} s, {gb(peak)}")
     bench.row("  time, FSDP2 / without", f"{seconds / plain_s:.2f}")
     apart = distance(gradients, expected)
     value = f"{apart:.1e}, a second run without {noise:.1e}"
@@ -297,7 +301,7 @@ def check_decoding(bench: Bench) -> None:
                 engine.step()
 
         seconds, peak = bench.cost(decode)
-        rate = f"{sequences * new / seconds:.0f} tokens/s, {peak:.2f} GB"
+        rate = f"{sequences * new / seconds:.0f} tokens/s, {gb(peak)}"
         bench.row(f"TorchEngine, {sequences} sequences", rate)
         del engine, decode
         bench.free()

@@ -3,6 +3,7 @@
 import copy
 import doctest
 import math
+import weakref
 from types import SimpleNamespace
 
 import gpu_check
@@ -754,6 +755,35 @@ def test_no_tensor_of_tokens_by_vocabulary(dtype):
             way(hidden, weight, targets).sum().backward()
         sizes.append(largest.elements)
     assert sizes == [n * vocab, chunk * vocab]
+
+
+class LiveTensors(TorchDispatchMode):
+    """Records the most tensors of so many elements that exist at one time."""
+
+    def __init__(self, elements: int):
+        super().__init__()
+        self.elements, self.most, self.made = elements, 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.numel() == self.elements:
+                self.made.append(weakref.ref(tensor))
+        live = [tensor for ref in self.made if (tensor := ref()) is not None]
+        self.most = max(self.most, len({tensor.data_ptr() for tensor in live}))
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_tensors_of_chunk_by_vocabulary_at_most(dtype):
+    """What token_logprobs says of its peak; the plain way holds three of its [N, V]."""
+    n, vocab, chunk = 64, 101, 8
+    hidden = torch.randn(n, 4, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocab, 4, dtype=dtype, requires_grad=True)
+    targets = torch.randint(vocab, (n,))
+    with LiveTensors(chunk * vocab) as live:
+        token_logprobs(hidden, weight, targets, chunk=chunk).sum().backward()
+    assert live.most == 2
 
 
 def test_token_logprobs_of_no_rows():
