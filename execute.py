@@ -71,7 +71,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from design import DesignError, check_script, designer_messages, extract_script, structure_of
+from design import (
+    DesignError,
+    agent_suffix,
+    check_script,
+    designer_messages,
+    extract_script,
+    structure_of,
+)
 from sandbox import SandboxError
 
 STATUSES = (
@@ -212,6 +219,20 @@ def unfit(messages: list[dict]) -> str:
     return "a call needs a user message, and its system message first"
 
 
+def with_suffix(messages: list[dict], suffix: str) -> list[dict]:
+    """The messages with `suffix` at the end of the system prompt.
+
+    >>> with_suffix([{"role": "system", "content": "Solve."}], " Use a box.")
+    [{'role': 'system', 'content': 'Solve. Use a box.'}]
+    """
+    if not suffix:
+        return messages
+    system, *rest = messages
+    if system["role"] != "system":
+        system, rest = {"role": "system", "content": ""}, messages
+    return [{**system, "content": (system["content"] + suffix).strip()}, *rest]
+
+
 def judge_end(ended: str, answer: str | None, called: bool) -> str:
     """How a script ended by itself -> the status of its execution.
 
@@ -255,7 +276,8 @@ def rollout(
     pool: a sandbox.ScriptPool. score(task, answer) -> reward: called from several threads.
     scripts: design m of every task is scripts[m], or scripts(task)[m], and no designer is asked;
       M is then their number, the same for all tasks.
-    designer_prompt: see design.designer_messages; None is the default prompt.
+    designer_prompt: see design.designer_messages; None is the default prompt. What it has for the
+      agents (design.agent_suffix) ends their system prompts, also where `scripts` are given.
     seed, step, first_task: all seeds derive from these; first_task is the place of tasks[0] in
       the global batch, so that ranks draw differently.
     max_calls: calls an execution may make. *_max_tokens: output tokens a call.
@@ -266,7 +288,8 @@ def rollout(
       that what is done can be kept before the rest is.
 
     Raises ValueError for an empty batch or a number below 1, and whatever the engine, the sandbox,
-    `score`, `on_event` or `on_task` raise. Whatever it raises, its scripts are killed and its calls dropped.
+    `score`, `on_event` or `on_task` raise. Whatever it raises, its scripts are killed and its
+    calls dropped.
     """
     limits = {"n_designs": n_designs, "n_executions": n_executions, "max_calls": max_calls}
     for name, value in limits.items():
@@ -284,6 +307,7 @@ def rollout(
         max_calls=max_calls,
         max_tokens={"designer": designer_max_tokens, "executor": executor_max_tokens},
         temperature=temperature,
+        suffixes=[agent_suffix(designer_prompt, task.kind) for task in tasks],
         seed_of=lambda task, *place: call_seed(seed, step, first_task + task, *place),
         on_event=on_event,
         on_task=on_task,
@@ -326,6 +350,7 @@ class _Run:
     max_calls: int
     max_tokens: dict[str, int]
     temperature: float
+    suffixes: list[str]  # a task each: the end of its agents' system prompts
     seed_of: Callable[..., int]
     on_event: Callable | None
     on_task: Callable | None
@@ -420,7 +445,9 @@ class _Run:
             t, m, _ = key = heapq.heappop(self.queued)
             script, question = self.rollouts[t].designs[m].script, self.questions[t]
             seed = self.seed_of(*key, -1)
-            self.pool.start(key, script, variables={"question": question}, seed=seed)
+            # Scripts of the published form put the folder of __file__ on their path.
+            variables = {"question": question, "__file__": "/script.py"}
+            self.pool.start(key, script, variables=variables, seed=seed)
             self.live.add(key)
 
     def next_events(self) -> list:
@@ -473,8 +500,11 @@ class _Run:
             if fault:
                 status = judge_end("crashed", None, called=bool(x.calls))
                 return self.stop(key, status, f"channel: {fault}")
-            place = (*key, len(x.calls))
-            refused = self.submit(place, "executor", each["messages"], x.turn, each["agent"])
+            place, messages = (
+                (*key, len(x.calls)),
+                with_suffix(each["messages"], self.suffixes[key[0]]),
+            )
+            refused = self.submit(place, "executor", messages, x.turn, each["agent"])
             if refused:
                 return self.stop(key, "context_overflow", refused)
             x.calls.append(None)
@@ -573,6 +603,7 @@ def rewards_of(rollouts: list[Rollout]) -> tuple[np.ndarray, np.ndarray]:
 def tally(rollouts: list[Rollout]) -> dict[str, float]:
     """What happened, in counts and sums only, so that ranks add up: shares(*tallies)."""
     total = Counter({f"status/{status}": 0 for status in STATUSES})
+    total.update({"tokens/designer": 0, "tokens/executor": 0})
     for rolled in rollouts:
         # The task counts in all, in its kind and in its data set ("" stands for all).
         groups = {"", f"/{rolled.task.kind}", f"/{rolled.task.source}"} - {"/"}

@@ -1219,7 +1219,8 @@ def new_folder(config: Config) -> Path:
 def draw_curve(log: list[dict], points: list[tuple[int, Result]], path: Path) -> None:
     """curve.png: rewards, valid designs and structure shares over the steps, stages as bands.
 
-    points: (step, result on held-out tasks), drawn with their bootstrap intervals.
+    points: (step, result on held-out tasks), drawn with their bootstrap intervals. Of supervised
+    training: loss and gradient norm.
     """
     import matplotlib
 
@@ -1243,20 +1244,26 @@ def draw_curve(log: list[dict], points: list[tuple[int, Result]], path: Path) ->
             for axes in (top, bottom):
                 axes.axvspan(line["step"] + 0.5, line["step"] + 1.5, color="0.92", lw=0)
     names = sorted({name for line in log for name in line})
-    draw(top, "reward", color="black", label="reward, all")
+    if log[0]["role"] == "sft":
+        draw(top, "loss", label="loss")
+        draw(bottom, "grad_norm", label="gradient norm")
+        limits, title = {}, "supervised training"
+    else:
+        draw(top, "reward", color="black", label="reward, all")
+        draw(top, "valid_designs", ":", color="0.4", label="valid designs")
+        limits = {"ylim": (0, 1.02)}
+        title = "grey: designer stages; dots: held-out tasks with 95 % intervals"
     for name in reward_names(names):
         draw(top, name, lw=1, label=name.removeprefix("reward/"))
     for name in names:
         if name.startswith("structure/") and name.count("/") == 1:
             draw(bottom, name, label=name.removeprefix("structure/"))
-    draw(top, "valid_designs", ":", color="0.4", label="valid designs")
     for step, result in points:
         low, high = result.interval()
         error = [[result.mean() - low], [high - result.mean()]]
         top.errorbar([step], [result.mean()], error, fmt="o", color="black", capsize=3)
-    title = "grey: designer stages; dots: held-out tasks with 95 % intervals"
-    top.set(ylim=(0, 1.02), ylabel="mean of 5 steps", title=title)
-    bottom.set(ylim=(0, 1.02), ylabel="share of valid designs", xlabel="step")
+    top.set(**limits, ylabel="mean of 5 steps", title=title)
+    bottom.set(**limits, ylabel="share of valid designs" if limits else "", xlabel="step")
     for axes in (top, bottom):
         axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()

@@ -16,7 +16,14 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # as a script it has no conftest.py
+
+from test_train import rollouts_of  # noqa: E402
+
+import engine  # noqa: E402
+import train  # noqa: E402
+from grpo import ScoringModel  # noqa: E402
+
 ENVIRONMENT = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 
 # name -> rewards [B, M, N] of recorded rollouts; the probe trains on each.
@@ -37,12 +44,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def probe(out: Path) -> None:
     """Gradients and metrics of each case, in joint and in stagewise training -> OUT.pt."""
-    from test_train import rollouts_of
-
-    import engine
-    import train
-    from grpo import ScoringModel
-
     changes = dict(train.PRESETS["toy"], grad_clip=1e9, token_budget=24, updates_per_step=1)
     found = {}
     for name, rewards in CASES.items():
@@ -73,13 +74,9 @@ def probe(out: Path) -> None:
 
 def loaded(folder: Path, out: Path) -> None:
     """The state of a run's last checkpoint, and the next gradients on a recorded rollout."""
-    from test_train import rollouts_of
-
-    import train
-
     conf = train.read_config(folder)
     train.start_ranks(conf)
-    state = train.make_state(Path(conf.model), conf)
+    state = train.make_state(folder / "cold_start", conf)
     done = train.load_checkpoint(train.checkpoints_of(folder)[-1], state, conf)
 
     held = {
@@ -118,27 +115,22 @@ if __name__ == "__main__":
 # --- the tests
 
 
-def run(argv: list, n_ranks: int, **options) -> subprocess.CompletedProcess:
-    start = [sys.executable]
-    if n_ranks > 1:
-        start += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(n_ranks)]
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+def torchrun(*argv) -> None:
+    """A script on two ranks, to its end."""
     done = subprocess.run(
-        [*start, *map(str, argv)],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        timeout=240,
-        **options,
+        [*LAUNCH, *map(str, argv)], capture_output=True, text=True, env=ENVIRONMENT, timeout=240
     )
-    return done
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
 def probes(tmp_path_factory) -> dict[int, dict]:
     out = tmp_path_factory.mktemp("probes")
-    for n in (1, 2):
-        done = run([__file__, out / f"{n}.pt"], n)
-        assert done.returncode == 0, done.stderr
+    probe(out / "1.pt")
+    torchrun(__file__, out / "2.pt")
     return {n: torch.load(out / f"{n}.pt", weights_only=False) for n in (1, 2)}
 
 
@@ -165,18 +157,15 @@ def test_two_ranks_are_one(probes, case, mode):
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory) -> Path:
-    """A cold start of the toy, made by two ranks, and two steps after it."""
+    """The run r2 of two ranks: a cold start, two steps and the evaluation."""
     out = tmp_path_factory.mktemp("two")
-    small = ["--sft-traces", 300, "--sft-steps", 30, "--tasks-per-step", 3]
-    done = run([ROOT / "train.py", "--out", out, "--name", "c", "--train", "sft", *small], 2)
-    assert done.returncode == 0, done.stderr
+    small = ["--sft-traces", 300, "--sft-steps", 30]
+    torchrun(ROOT / "train.py", "--out", out, "--name", "r2", *small, *STEPS, "--steps", 2)
     return out
 
 
-def steps(started: Path, name: str, *more) -> list:
-    argv = [ROOT / "train.py", "--out", started, "--name", name, "--tasks-per-step", 3]
-    argv += ["--model", started / "c/cold_start", "--stage-length", 1, "--eval-tasks", 3]
-    return [*argv, "--no-tables", *more]
+STEPS = ["--tasks-per-step", 3, "--stage-length", 1, "--eval-tasks", 3, "--no-tables"]
+STEPS += ["--checkpoint-every", 2]
 
 
 def log_of(folder: Path) -> list[dict]:
@@ -186,9 +175,8 @@ def log_of(folder: Path) -> list[dict]:
 def test_a_run_on_two_ranks_covers_the_tasks_of_one_and_its_checkpoint_loads_in_one(started):
     """The same tasks, rewards and counts; from two processes to one the state is bit-equal and
     the next gradient on a recorded rollout is within 1e-5."""
-    for n in (1, 2):
-        done = run(steps(started, f"r{n}", "--steps", 2, "--checkpoint-every", 2), n)
-        assert done.returncode == 0, done.stderr
+    argv = ["--out", started, "--name", "r1", "--model", started / "r2/cold_start", *STEPS]
+    assert train.main([*map(str, argv), "--steps", "2"]) == 0
     one, two = log_of(started / "r1"), log_of(started / "r2")
     assert len(one) == len(two) == 2
     exact = [
@@ -198,11 +186,9 @@ def test_a_run_on_two_ranks_covers_the_tasks_of_one_and_its_checkpoint_loads_in_
         assert {n: a[n] for n in exact if n in a} == {n: b[n] for n in exact if n in b}
         for name in ("loss", "grad_norm", "trained_tokens", "approx_kl"):
             assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-6), name
-    found = {}
-    for n in (1, 2):
-        done = run([__file__, started / "r2", started / f"loaded{n}.pt"], n)
-        assert done.returncode == 0, done.stderr
-        found[n] = torch.load(started / f"loaded{n}.pt", weights_only=False)
+    loaded(started / "r2", started / "1.pt")
+    torchrun(__file__, started / "r2", started / "2.pt")
+    found = {n: torch.load(started / f"{n}.pt", weights_only=False) for n in (1, 2)}
     assert found[1]["done"] == found[2]["done"] == 2
     assert found[1]["counts"] == found[2]["counts"]
     assert {"model", "designer/exp_avg", "executor/exp_avg_sq"} <= {
@@ -215,12 +201,9 @@ def test_a_run_on_two_ranks_covers_the_tasks_of_one_and_its_checkpoint_loads_in_
 
 
 def test_a_rank_that_dies_ends_the_job_and_is_named(started):
+    argv = ["--out", started, "--name", "dies", "--model", started / "r2/cold_start", *STEPS]
     process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc_per_node", "2"),
-            *map(str, steps(started, "dies", "--steps", 10_000, "--eval-tasks", 0)),
-        ],
+        [*LAUNCH, str(ROOT / "train.py"), *map(str, argv), "--eval-tasks", "0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -288,6 +288,22 @@ def test_an_api_engines_calls_are_refused(policy):
         updates_of(rolled, "executor", config())
 
 
+def test_a_step_in_which_no_script_was_valid_has_all_its_metrics(monkeypatch, policy):
+    """Every design invalid: nobody executed, and the step ends with the designers' calls."""
+    refused = rollouts_of([[[0, 0], [0, 0]]])
+    for made in refused[0].designs:
+        made.structure, made.error = None, "no_script: ..."
+        made.executions = [Execution(None, [], 0.0, "invalid_design") for _ in made.executions]
+    monkeypatch.setattr(train, "roll_out", lambda *_: (refused, 0.0))
+    playing = SimpleNamespace(load_weights=lambda weights: list(weights))
+    conf = config()
+    optimizers = {role: optimizer_of(policy, conf) for role in ("designer", "executor")}
+    state = train.State(policy, SimpleNamespace(pad_token_id=0), playing, optimizers)
+    metrics = train.train_step(0, state, None, None, conf, first=True)
+    assert metrics["reward"] == 0.0 and metrics["skipped"] == 1
+    assert metrics["status/invalid_design"] == 4 and metrics["tokens_per_second"] > 0
+
+
 # --- the engine and its weights
 
 

