@@ -532,6 +532,96 @@ def result_text(result: Result) -> str:
     return markdown_table(rows, header.split(", "))
 
 
+def draw_curve(log: list[dict], points: list[tuple[int, Result]], path: Path) -> None:
+    """curve.png: rewards, valid designs and structure shares over the steps, stages as bands.
+
+    points: (step, result on held-out tasks), drawn with their bootstrap intervals. Of supervised
+    training: loss and gradient norm.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 6), sharex=True)
+    steps = [line["step"] + 1 for line in log]
+
+    def draw(axes, name: str, style: str = "-", **options) -> None:
+        missing = 0.0 if name.startswith("structure/") else None  # a share, or a kind not asked
+        known = [(x, line.get(name, missing)) for x, line in zip(steps, log, strict=True)]
+        known = [(x, value) for x, value in known if value is not None]
+        values = [value for _, value in known]
+        recent = [values[max(0, i - 4) : i + 1] for i in range(len(values))]
+        means = [sum(part) / len(part) for part in recent]
+        axes.plot([x for x, _ in known], means, style, **options)
+
+    for line in log:
+        if line["role"] == "designer":
+            for axes in (top, bottom):
+                axes.axvspan(line["step"] + 0.5, line["step"] + 1.5, color="0.92", lw=0)
+    names = sorted({name for line in log for name in line})
+    if log[0]["role"] == "sft":
+        draw(top, "loss", label="loss")
+        draw(bottom, "grad_norm", label="gradient norm")
+        limits, title = {}, "supervised training"
+    else:
+        draw(top, "reward", color="black", label="reward, all")
+        draw(top, "valid_designs", ":", color="0.4", label="valid designs")
+        limits = {"ylim": (0, 1.02)}
+        title = "grey: designer stages; dots: held-out tasks with 95 % intervals"
+    for name in reward_names(names):
+        draw(top, name, lw=1, label=name.removeprefix("reward/"))
+    for name in names:
+        if name.startswith("structure/") and name.count("/") == 1:
+            draw(bottom, name, label=name.removeprefix("structure/"))
+    for step, result in points:
+        low, high = result.interval()
+        error = [[result.mean() - low], [high - result.mean()]]
+        top.errorbar([step], [result.mean()], error, fmt="o", color="black", capsize=3)
+    top.set(**limits, ylabel="mean of 5 steps", title=title)
+    bottom.set(**limits, ylabel="share of valid designs" if limits else "", xlabel="step")
+    for axes in (top, bottom):
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def success_table(results: dict[str, Result]) -> str:
+    """A row a model pair, a column a kind of task: mean reward on the held-out tasks."""
+    sources = list(next(iter(results.values())).by_source())
+    rows = []
+    for name, result in results.items():
+        parts = result.by_source()
+        low, high = result.interval()
+        means = [parts[source].mean() for source in sources]
+        rows.append([name, *means, result.mean(), f"{low:.3f} to {high:.3f}"])
+    return markdown_table(rows, ["held-out success", *sources, "all", "95 % interval"])
+
+
+def shares_table(results: dict[str, Result]) -> str:
+    """Structure shares of the valid designs by kind of task."""
+    shares = {name: structure_shares(result) for name, result in results.items()}
+    sources = list(next(iter(shares.values())))
+    structures = sorted({s for each in shares.values() for part in each.values() for s in part})
+    rows = [
+        [f"{source}, {name}", *(each[source].get(s, 0.0) for s in structures)]
+        for source in sources
+        for name, each in shares.items()
+    ]
+    return markdown_table(rows, ["structure shares", *structures])
+
+
+def reward_names(names: Iterable[str]) -> list[str]:
+    """The rewards of the data sets; of math and code where tasks name no data set.
+
+    >>> reward_names(["reward", "reward/math", "reward/sum"]), reward_names(["reward/math"])
+    (['reward/sum'], ['reward/math'])
+    """
+    found = [name for name in names if name.startswith("reward/")]
+    return [name for name in found if name not in ("reward/math", "reward/code")] or found
+
+
 # --- model folders -----------------------------------------------------------------------------
 
 

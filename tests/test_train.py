@@ -26,7 +26,7 @@ def config(**changes) -> train.Config:
 
 
 def call(role, prompt, output, reason="stop") -> Call:
-    return Call(role, role, [], "", prompt, output, [-1.0] * len(output), reason)
+    return Call(role, role, [], "x", prompt, output, [-1.0] * len(output), reason)
 
 
 def rollouts_of(rewards, seed=0) -> list[Rollout]:
