@@ -423,7 +423,8 @@ joined = False  # start_ranks() joined a process group (vLLM alone makes one for
 
 
 def rank() -> int:
-    return dist.get_rank() if joined else 0
+    """This process's number among all; as torchrun says it, so also before the group is joined."""
+    return int(os.environ.get("RANK", 0))
 
 
 def ranks() -> int:
@@ -1799,9 +1800,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def fail(what: str, error: BaseException | str, status: int) -> int:
-    """One line on standard error, with the rank where there are several."""
+    """One line on standard error, with the rank where there are several.
+
+    What can't work fails on every rank alike: then one rank a machine says it.
+    """
     where = f"rank {rank()}: " if ranks() > 1 else ""
-    print(f"train.py: {where}{what}: {one_line(error)}", file=sys.stderr, flush=True)
+    if joined or os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"train.py: {where}{what}: {one_line(error)}", file=sys.stderr, flush=True)
     return status
 
 
