@@ -56,6 +56,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
@@ -578,9 +579,9 @@ def vllm_errors(doing: str, kinds: tuple[type[Exception], ...] = (RuntimeError,)
     """vLLM's own errors as an EngineError of one line."""
     try:
         yield
+    except (EngineError, torch.distributed.DistError):  # the latter: another rank is gone
+        raise
     except kinds as error:
-        if isinstance(error, EngineError):
-            raise
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise EngineError(
             f"vLLM failed while {doing}: {why} (VLLM_LOGGING_LEVEL=INFO shows its log; "
@@ -688,7 +689,7 @@ class VLLMEngine:
             raise EngineError(missing)
         if distributed and not torch.distributed.is_initialized():
             raise EngineError("a distributed VLLMEngine comes after init_process_group")
-        kinds = (ImportError, OSError, RuntimeError, ValueError, AssertionError)
+        kinds = (ImportError, OSError, RuntimeError, ValueError, AssertionError, SafetensorError)
         with vllm_errors(f"starting on {folder}", kinds), process_state_kept():
             self._read_folder(str(folder), max_context, chat_kwargs)
             settings = {"distributed_executor_backend": "external_launcher"} if distributed else {}

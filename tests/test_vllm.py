@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import os
 import random
+import shutil
 import weakref
 from types import SimpleNamespace
 
@@ -428,8 +429,11 @@ def test_the_process_is_left_as_it_was(built):
 
 
 def test_what_can_not_start_is_one_line(built, monkeypatch, tmp_path):
+    cut = shutil.copytree(built.folder, tmp_path / "cut") / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:9000])
     starts = {
         "starting on": lambda: VLLMEngine(tmp_path, max_context=64),
+        "cut: .*incomplete": lambda: VLLMEngine(cut.parent, max_context=64),
         "float32": lambda: VLLMEngine(built.folder, max_context=64, dtype="bfloat16"),
         "derived": lambda: VLLMEngine(built.folder, max_context=10**6),
         "init_process_group": lambda: VLLMEngine(built.folder, distributed=True),
@@ -462,6 +466,19 @@ def test_vllms_own_failures_are_one_line(engine, monkeypatch):
         patch.setattr(engine._llm.llm_engine, "step", lambda: [ended])
         with pytest.raises(EngineError, match="'error'"):
             engine.step()
+
+
+def test_a_lost_rank_is_not_called_a_failure_of_vllm(engine):
+    """While the weights are gathered; train.py tells it by its class."""
+
+    def gathered():
+        yield from list(random_tiny()[0].named_parameters())[:3]
+        raise torch.distributed.DistNetworkError("connection closed by peer")
+
+    with pytest.raises(torch.distributed.DistNetworkError):
+        engine.load_weights(gathered())
+    with pytest.raises(RuntimeError, match="load all weights again"):
+        run(engine, ["a"])
 
 
 def test_engine_module_imports_without_vllm():
