@@ -505,10 +505,16 @@ def shard(policy: ScoringModel, config: Config) -> ScoringModel:
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32
     )
-    mesh = dist.init_device_mesh(device.type, (ranks(),))
+    # Resharded after forward, the root too: else a scoring pass without gradient would leave the
+    # root whole, and neither a step nor a push would see the same weights.
+    how = {
+        "mesh": dist.init_device_mesh(device.type, (ranks(),)),
+        "mp_policy": precision,
+        "reshard_after_forward": True,
+    }
     for layer in policy.model.base_model.layers:
-        fully_shard(layer.to(device, torch.float32), mesh=mesh, mp_policy=precision)
-    fully_shard(policy.to(device, torch.float32), mesh=mesh, mp_policy=precision)
+        fully_shard(layer.to(device, torch.float32), **how)
+    fully_shard(policy.to(device, torch.float32), **how)
     return policy
 
 
@@ -871,8 +877,9 @@ def check_sampler(policy: ScoringModel, calls: list, config: Config, pad_id: int
     raises EngineError where it is past --gap-bound, or a single token past 20 times that.
     """
     bound = config.gap_bound or GAP_BOUND[config.dtype]
-    calls = sorted((c for c in calls if c.output_ids), key=lambda c: len(c.output_ids))[-8:]
-    calls = [c for c in calls if len(c.prompt_ids) + len(c.output_ids) <= config.token_budget]
+    # One forward a rank, whatever it has: as many of its first calls as the budget takes.
+    longest = max((len(c.prompt_ids) + len(c.output_ids) for c in calls), default=1)
+    calls = calls[: max(1, config.token_budget // longest)]
     batch = empty_batch(pad_id, config.device)
     if calls:
         batch = pack(calls, pad_id, device=config.device)

@@ -24,7 +24,7 @@ GPU with a peak of 989 TFLOP/s that takes 0.25 s for it has an MFU of 44 %:
     >>> mfu(107.7e12, 0.25, "NVIDIA H200"), mfu(107.7e12, 0.25, "Another GPU")
     ('44 % of 989 TFLOP/s', 'unknown: no peak for Another GPU')
 
-It needs torch 2.6 and transformers 5, no more.
+It runs with torch 2.11 and transformers 5.17 too. So far it has only run on CPUs, at toy size.
 """
 
 import argparse
@@ -139,7 +139,7 @@ class Bench:
 
 
 def gb(amount: float) -> str:
-    return "memory not measured" if math.isnan(amount) else f"{amount:.2f} GB"
+    return "- GB" if math.isnan(amount) else f"{amount:.2f} GB"
 
 
 def make_model(bench: Bench, dtype: torch.dtype) -> Qwen3ForCausalLM:
@@ -246,7 +246,7 @@ def check_logprobs(bench: Bench) -> None:
             distance(results[name][i : i + 1], exact[i : i + 1]) for name in ("chunked", "plain")
         )
         value = f"{ours:.1e}, plain {plain:.1e}"
-        bench.must(f"  {part}, error", ours < 3 * plain + 1e-5, value)
+        bench.must(f"  {part}, error", ours < 2 * plain + 1e-5, value)
 
 
 def plain_gradients(bench: Bench, batch: Batch) -> tuple[float, float, list, float]:
@@ -269,6 +269,7 @@ def check_fsdp(bench: Bench) -> None:
     options = {
         "mesh": init_device_mesh(bench.device.type, (1,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "reshard_after_forward": True,
     }
     for layer in policy.model.model.layers:
         fully_shard(layer, **options)

@@ -1029,10 +1029,11 @@ def test_gpu_check_runs_at_toy_size(capsys):
 
 
 def test_gpu_check_says_what_differs(capsys, monkeypatch):
-    """Chunked log-probs that are 1 % off in bfloat16; the plain ones are 0.07 % off."""
+    """Chunked log-probs that are off by 0.1 in bfloat16, with the right gradients."""
 
     def wrong(hidden, *args, **kwargs):
-        return token_logprobs(hidden, *args, **kwargs) * (1.01 if hidden.dtype.itemsize == 2 else 1)
+        off = 0.1 if hidden.dtype == torch.bfloat16 else 0.0
+        return token_logprobs(hidden, *args, **kwargs) + off
 
     monkeypatch.setattr(gpu_check, "token_logprobs", wrong)
     for check in ("check_training", "check_fsdp", "check_decoding"):
