@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # as a script it has no conftest.py
@@ -52,6 +53,10 @@ def probe(out: Path) -> None:
             if not train.joined:
                 train.start_ranks(conf)
             policy = train.shard(ScoringModel(engine.random_tiny(seed=1)[0].float()), conf)
+            with torch.no_grad():  # as the step-0 check: the weights must be sharded again after it
+                train.score_tokens(policy, train.empty_batch(0))
+            sharded = [isinstance(weight, DTensor) for weight in policy.parameters()]
+            assert all(sharded) if train.joined else not any(sharded)
             optimizer = train.Optimizer(policy, 1e-2, 0.1, lambda update: 1.0)
             rolled = rollouts_of(rewards)
             if name == "fewer calls than ranks":
@@ -198,6 +203,22 @@ def test_a_run_on_two_ranks_covers_the_tasks_of_one_and_its_checkpoint_loads_in_
         assert torch.equal(tensor, found[2]["held"][name]), name
     for name, gradient in found[1]["gradients"].items():
         torch.testing.assert_close(found[2]["gradients"][name], gradient, rtol=0, atol=1e-5)
+
+
+def test_supervised_training_on_two_ranks_is_that_of_one(started):
+    """Five examples a step: the ranks get two and three of them."""
+    ask = [{"role": "user", "content": "2*3"}]
+    rows = [{"messages": ask, "response": "6" * (i + 1)} for i in range(5)]
+    traces = started / "traces.jsonl"
+    traces.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = ["--train", "sft", "--data", traces, "--model", started / "r2/cold_start"]
+    argv += ["--out", started, "--sft-steps", 3, "--sft-batch", 5, "--token-budget", 60]
+    torchrun(ROOT / "train.py", *argv, "--name", "s2")
+    assert train.main([*map(str, argv), "--name", "s1"]) == 0
+    for one, two in zip(log_of(started / "s1"), log_of(started / "s2"), strict=True):
+        assert one["trained_tokens"] == two["trained_tokens"]
+        for name in ("loss", "grad_norm", "lr"):
+            assert two[name] == pytest.approx(one[name], rel=1e-4), name
 
 
 def test_a_rank_that_dies_ends_the_job_and_is_named(started):
