@@ -64,7 +64,7 @@ import threading
 import time
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -97,6 +97,7 @@ HOST, PORT = "127.0.0.1", 8333
 MAX_QUESTION = 20_000  # characters
 MAX_BODY = 128 * 1024  # bytes of a request
 PING_S = 15.0  # a silent stream says this often that it lives, and so learns who is gone
+WAKE_S = 0.5  # the server's main thread looks up this often
 SHOWN_LINES = 12  # of a text in the terminal
 SHADES = (0.1, 0.5, 1.0, 2.0, 4.0)  # nats
 NODE_W, NODE_H, GAP_X, GAP_Y, SIDE = 158, 46, 22, 44, 60  # pixels of the graph
@@ -175,7 +176,7 @@ class LiveRun:
         if self.designed:
             self.designed.call = drawn.call
         for live, call in zip(self.calls, execution.calls, strict=True):
-            live.call, live.turn = call, call.turn
+            live.call = call
         self.answer, self.status, self.error = execution.answer, execution.status, execution.error
         self.reward, self.seconds = execution.reward, time.monotonic() - self.started
 
@@ -377,15 +378,16 @@ STYLE = """
 --bad:#ff7b72}}
 *{box-sizing:border-box}
 body{margin:0 auto;padding:1.2rem;max-width:62rem;background:var(--bg);color:var(--ink);
-font:15px/1.5 system-ui,sans-serif}
+font:15px/1.5 system-ui,sans-serif;overflow-wrap:break-word}
 h1{font-size:1.25rem;margin:0 0 .6rem}h2{font-size:1rem;margin:1.6rem 0 .5rem}
 h3{font-size:.9rem;margin:.6rem 0 .2rem}small,.soft,summary{color:var(--soft);font-size:.85rem}
 pre{margin:.3rem 0;padding:.6rem .8rem;background:var(--card);border:1px solid var(--line);
 border-radius:6px;font:13px/1.5 ui-monospace,monospace;white-space:pre-wrap;overflow-wrap:anywhere;
 max-height:32rem;overflow:auto;tab-size:4}
 pre b{color:var(--node)}.k{color:var(--key)}.q{color:var(--text)}pre i{color:var(--soft)}
-.chip{display:inline-block;margin:.1rem .3rem .1rem 0;padding:.05rem .6rem;border-radius:1rem;
-border:1px solid var(--line);background:var(--card);font-size:.85rem}
+.chip,.key{display:inline-block;max-width:100%;font-size:.85rem}
+.chip{margin:.1rem .3rem .1rem 0;padding:.05rem .6rem;border-radius:1rem;
+border:1px solid var(--line);background:var(--card)}
 .good{color:var(--good);border-color:currentcolor}.bad{color:var(--bad);border-color:currentcolor}
 .call{margin:.7rem 0;padding:.5rem .8rem;border:1px solid var(--line);background:var(--card);
 border-left:4px solid var(--c,var(--line));border-radius:6px}
@@ -395,6 +397,7 @@ border-left:4px solid var(--c,var(--line));border-radius:6px}
 .s1{background:rgba(var(--hot),.14)}.s2{background:rgba(var(--hot),.28)}
 .s3{background:rgba(var(--hot),.42)}.s4{background:rgba(var(--hot),.58)}
 .s5{background:rgba(var(--hot),.78)}
+.shades{font-size:.85rem}.shades span{display:inline-block;padding:0 .5rem}
 .wide{overflow-x:auto;padding:2px}.wide svg{display:block;overflow:visible}
 svg text{fill:var(--ink);font:12px system-ui,sans-serif}
 svg .dim{fill:var(--soft);font-size:11px}svg rect.node{fill:var(--card);stroke:var(--c,var(--line));
@@ -402,7 +405,7 @@ stroke-width:1.5}.wait{stroke-dasharray:4 3}.edge{fill:none;stroke:var(--soft);s
 .edge.count{stroke-dasharray:3 4}svg .tip{fill:var(--soft)}svg .grid{stroke:var(--line)}
 svg .band{fill:var(--line);opacity:.45}svg .bar{fill:var(--c,var(--soft))}
 .curve{fill:none;stroke:var(--c);stroke-width:2}
-.key{display:inline-block;margin-right:1rem;font-size:.85rem}
+.key{margin-right:1rem}
 .key:before{content:"";display:inline-block;width:.8rem;height:.25rem;margin:0 .35rem .2rem 0;
 background:var(--c)}
 table{border-collapse:collapse;font-size:.85rem;margin:.5rem 0}
@@ -458,9 +461,9 @@ def run_html(live: LiveRun, tokenizer=None) -> str:
     if live.calls:
         graph = tag("div", graph_svg(live, agents), class_="wide")
         surest = ["p > 0.9", "0.9", "0.6", "0.37", "0.14", "p < 0.02"]
-        shades = [tag("span", f" {esc(text)} ", class_=f"s{i}") for i, text in enumerate(surest)]
+        shades = [tag("span", esc(text), class_=f"s{i}") for i, text in enumerate(surest)]
         parts += ["<h2>Agents</h2>", graph, tag("p", LEGEND, class_="soft"), "<h2>Calls</h2>"]
-        parts.append(tag("p", "The shade of a token: ", *shades, class_="soft"))
+        parts.append(tag("p", "The shade of a token: ", *shades, class_="shades"))
     for i, call in enumerate(live.calls, 1):
         parts.append(call_html(call, str(i), agents[call.agent], live.seconds, tokenizer))
     return "\n".join(parts)
@@ -492,7 +495,8 @@ def call_html(live: LiveCall, name: str, hue: int, seconds: float, tokenizer) ->
     head += tag("svg", rail, bar, width=120, height=6)
     sent = [tag("h3", esc(each["role"])) + pre(esc(each["content"])) for each in live.messages]
     prompt = tag("details", "<summary>prompt</summary>", *sent, id=f"prompt-{name}")
-    body = tag("div", head, class_="head") + reply_html(live, tokenizer) + prompt
+    reply = "" if live.ended is None else reply_html(live, tokenizer)
+    body = tag("div", head, class_="head") + reply + prompt
     return tag("div", body, class_="call", id=f"call-{name}", style=colour(hue))
 
 
@@ -500,7 +504,7 @@ def places(turns: Sequence[int]) -> tuple[list[tuple[float, float]], float, floa
     """Turns of calls -> their centres in the graph, its width and its height. Rows are centred.
 
     >>> places([0, 0, 1])
-    ([(159.0, 113.0), (339.0, 113.0), (249.0, 203.0)], 498, 316)
+    ([(139.0, 113.0), (319.0, 113.0), (229.0, 203.0)], 458, 316)
     """
     rows = [[i for i, turn in enumerate(turns) if turn == t] for t in sorted(set(turns))]
     width = max(map(len, rows)) * (NODE_W + GAP_X) - GAP_X + 2 * SIDE
@@ -585,7 +589,7 @@ def clip(text: str) -> str:
 def print_event(live: LiveRun, event: dict) -> None:
     """The tree of calls, a few lines an event."""
     if event["event"] == "design":
-        cost = f", {live.seconds:.2f} s" if live.designed else ", given"
+        cost = f", {live.seconds:.2f} s" if live.designed else ""
         say(f"design: {live.structure or 'refused'}{cost}")
         for text in filter(None, (live.script, live.error)):
             say(text.strip("\n"), "│   ")
@@ -687,6 +691,12 @@ class Site(ThreadingHTTPServer):
         self.busy = threading.Lock()  # held from a question to its answer
         self.changed = threading.Condition()
         self.version, self.view = 0, ""
+
+    def next_question(self) -> Task:
+        """Waits for one, but never for long: a Ctrl-C just before a wait is only seen after it."""
+        while True:
+            with suppress(queue.Empty):
+                return self.asked.get(timeout=WAKE_S)
 
     def publish(self, view: str) -> None:
         with self.changed:
@@ -793,11 +803,11 @@ def serve(site: Site, player: Player) -> None:
     print(f"open http://{HOST}:{site.server_port} in a browser; Ctrl-C ends it", flush=True)
     try:
         for number in itertools.count():
-            task = site.asked.get()
+            task = site.next_question()
             live = LiveRun(task, "", player.model)
             player.play(live, lambda now, event: site.publish(run_html(now)), first_task=number)
-            site.publish(run_html(live, player.engine.tokenizer))
             site.busy.release()
+            site.publish(run_html(live, player.engine.tokenizer))
     except KeyboardInterrupt:
         print("\nstopped")
     finally:
