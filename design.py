@@ -32,13 +32,16 @@ the order of statements, because it needs a label and not a proof.
 Different from the reference, and why
 -------------------------------------
 It takes the first fence by a regular expression, which a fence inside a prompt cuts short, and it
-patches the script's text before running it. Here the script runs as it was written.
+patches the script's text before running it. Here the script runs as it was written, but for one
+repair: where Python refuses a fenced script for a LaTeX "\xi" or "\underline" in a plain string,
+that backslash is doubled.
 
 How to run it alone: `python design.py` prints the designer's prompt and the six fixed scripts with
 their structures. Standard library only.
 """
 
 import ast
+import contextlib
 import re
 import sys
 import textwrap
@@ -60,8 +63,10 @@ STRUCTURES = {
 }
 REFUSED = ("AgentGraph", "ConditionalWorkflow", "LoopWorkflow")
 OTHER_NAMES = ("Context", "Message", "ToolRegistry", "WorkflowNode", "core", "nodes")
+OTHER_NAMES += ("MathEnvironment", "python_execute")
 CLASSES = (*STRUCTURES, *REFUSED, "Workflow")
 MODULES = ("workflow", "workflow.core", "workflow.nodes", "workflow.workflow")
+MODULES += ("utils.environments.math_env",)  # published scripts take their Python tool from it
 
 _BLOCKS = ("body", "orelse", "finalbody")
 
@@ -157,11 +162,39 @@ DESIGNER_PROMPTS = {
     for kind in ("math", "code")
 }
 
-# What the published checkpoint Mercury7353/MetaAgent-X is used to.
-PUBLISHED_PROMPT = (
-    "You are an expert Python developer specializing in multi-agent workflow systems.\n"
-    "[user]\nDesign Multi Agent System for the Question: {question}"
-)
+# What the published checkpoint Mercury7353/MetaAgent-X is used to. Its designer leaves the form of
+# the answer to the framework, which asks every agent for it.
+PUBLISHED_PROMPT = """You are an expert Python developer specializing in \
+multi-agent workflow systems.
+[user]
+Design Multi Agent System for the Question: {question}
+[agents math]
+When you are done, put the steps that the next agent needs into <delivery>...</delivery>. Then give
+the result as FINAL ANSWER: \\boxed{...}
+[agents code]
+When you are done, put the steps that the next agent needs into <delivery>...</delivery>. Then give
+the complete program, and nothing else, in <solution>...</solution>.
+"""
+
+_AGENTS = re.compile(r"^\[agents(?: (math|code))?\][ \t]*(?:\n|\Z)", re.MULTILINE)
+
+
+def agent_suffix(prompt: str | None, kind: str) -> str:
+    """What a template adds to the system prompt of every agent, for tasks of this kind.
+
+    That is what stands after its last line "[agents math]" (or code), or after "[agents]" for both
+    kinds; such sections come at the end of a template. The default template has none.
+
+    >>> agent_suffix("Design for {question}.\\n[agents]\\nUse a box.", "math")
+    '\\n\\nUse a box.'
+    """
+    sections = _AGENTS.split(prompt or "")[1:]
+    texts = [
+        text
+        for name, text in zip(sections[::2], sections[1::2], strict=True)
+        if name in (None, kind)
+    ]
+    return "\n\n" + texts[-1].strip() if texts else ""
 
 
 def designer_messages(question: str, kind: str, prompt: str | None = None) -> list[dict]:
@@ -169,7 +202,8 @@ def designer_messages(question: str, kind: str, prompt: str | None = None) -> li
 
     `prompt` replaces the default template. {question} and {kind} are put in literally, in one
     pass, so a question may hold braces. What stands before a line that is just "[user]" is the
-    system turn. Raises ValueError for a template without {question} or an unknown kind.
+    system turn; sections for `agent_suffix` are left out. Raises ValueError for a template without
+    {question} or an unknown kind.
 
     >>> designer_messages("1+1?", "math", "Be brief.\\n[user]\\nA {kind} task: {question}")
     ... # doctest: +NORMALIZE_WHITESPACE
@@ -178,7 +212,7 @@ def designer_messages(question: str, kind: str, prompt: str | None = None) -> li
     """
     if kind not in DESIGNER_PROMPTS:
         raise ValueError(f"unknown kind of task {kind!r}: use 'math' or 'code'")
-    template = DESIGNER_PROMPTS[kind] if prompt is None else prompt
+    template = DESIGNER_PROMPTS[kind] if prompt is None else _AGENTS.split(prompt)[0]
     if "{question}" not in template:
         raise ValueError("the designer prompt has no {question}: say where the task goes")
     parts = re.split(r"^\[user\][ \t]*\n", template, maxsplit=1, flags=re.MULTILINE)
@@ -197,6 +231,10 @@ def designer_messages(question: str, kind: str, prompt: str | None = None) -> li
 _OPENING = re.compile(r"```[ \t]*\w*[ \t\r]*\n")
 _IMPORT = re.compile(r"^(?:from|import)[ \t]+workflow\b", re.MULTILINE)
 _MARK = re.compile(rf"```|<code>|{_IMPORT.pattern}", re.MULTILINE)
+# \underline, \xi or \N in a plain string: no escape, and Python refuses the whole script for it.
+_NO_ESCAPE = re.compile(
+    r"(?<!\\)\\(?:u(?![\da-fA-F]{4})|U(?![\da-fA-F]{8})|x(?![\da-fA-F]{2})|N(?!\{))"
+)
 _ANY_IMPORT = re.compile(r"(?:from|import)[ \t]+\w")
 
 
@@ -220,12 +258,16 @@ def extract_script(response: str) -> str:
         first_that_runs = first_that_runs or candidate
         try:
             _tree(candidate)
-        except SyntaxError:
+            return candidate
+        except SyntaxError as error:
             tries += 1
             if tries == MAX_TRIES:
                 break
-            continue
-        return candidate
+            if "unicodeescape" in str(error):
+                candidate = _NO_ESCAPE.sub(r"\\\g<0>", candidate)
+                with contextlib.suppress(SyntaxError):
+                    _tree(candidate)
+                    return candidate
     if first is None:
         raise DesignError("no_script", "no <code>, no fence and no import of workflow to start at")
     return first_that_runs or first

@@ -1012,7 +1012,7 @@ def check_arguments(args: argparse.Namespace) -> None:
             if getattr(args, name) is not None:
                 raise DataError(f"--{name.replace('_', '-')} is for an --endpoint")
         if not Path(args.model).is_dir():
-            raise DataError(f"--model: no folder {args.model}")
+            raise DataError(f"--model: no folder {args.model}: `hf download` fetches one")
     for name in (
         "max_tests n_designs n_executions max_tokens concurrency timeout max_calls max_tokens_total"
     ).split():

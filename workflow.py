@@ -173,6 +173,12 @@ _SOLUTION = re.compile(r"<solution>.*?(?:</solution>|\Z)", re.DOTALL)
 _TOOL_CALL = re.compile(r"<python>\s*?\n?(.*?)</python>", re.DOTALL)
 _FENCE = re.compile(r"```[^\n]*\n(.*?)```", re.DOTALL)
 _FIELD = re.compile(r"\{(question|response|reflection|history)\}")
+# What Python makes of \times, \neq or \right in a plain string, where no text goes on so by chance.
+_COMMANDS = "times theta text textbf textit tau tfrac triangle neq nabla notin right rightarrow rho"
+_COMMANDS += " rangle rfloor rceil"
+_CONTROL = {"t": "\t", "n": "\n", "r": "\r"}
+_LOST = {_CONTROL[name[0]] + name[1:]: "\\" + name for name in _COMMANDS.split()}
+_LOST_COMMAND = re.compile(f"(?:{'|'.join(_LOST)})(?![A-Za-z])")
 
 
 def visible(reply: str) -> str:
@@ -215,12 +221,15 @@ def mend_escapes(text: str) -> str:
 
     Scripts write "\boxed{}" and "\frac" in strings that are not raw, and Python reads a backspace
     and a form feed. No prompt means these four control characters, so they are turned back. Tab,
-    newline and carriage return are left alone: there the intention can't be known.
+    newline and carriage return are turned back where the rest of a common command follows.
 
     >>> mend_escapes("use \boxed{} for \frac{1}{2}") == r"use \boxed{} for \frac{1}{2}"
     True
+    >>> mend_escapes("2 \times \theta \neq 3,\nnot\to") == "2 \\times \\theta \\neq 3,\nnot\to"
+    True
     """
-    return str(text).translate({7: r"\a", 8: r"\b", 11: r"\v", 12: r"\f"})
+    text = _LOST_COMMAND.sub(lambda match: _LOST[match[0]], str(text))
+    return text.translate({7: r"\a", 8: r"\b", 11: r"\v", 12: r"\f"})
 
 
 def fill(template: str, **fields: str) -> str:
@@ -250,18 +259,26 @@ def last_boxed(text: str) -> str | None:
 
 
 def ballot(reply: str) -> str:
-    r"""What a reply votes for: its last box without white space, else its last code block, else
-    all of its visible text.
+    r"""What a reply votes for: its last box, else its last code block, else all of its visible
+    text. Boxes that differ in white space, sizes, dollar signs or zeros are one choice.
 
     >>> ballot(r"so \boxed{ x + 1 }") == ballot(r"\boxed{x+1}")
     True
+    >>> [ballot(rf"\boxed{{{x}}}") for x in (r"\dfrac{1}{2}", "$42.0$", "042", r"\left(0,1\right)")]
+    ['\\frac{1}{2}', '42', '42', '(0,1)']
     >>> ballot("```python\nprint(1)\n``` or ```python\nprint(2)\n```"), ballot(" yes ")
     ('print(2)', 'yes')
     """
     text = visible(reply)
     boxed = last_boxed(text)
     if boxed is not None:
-        return "".join(boxed.split())
+        plain = re.sub(r"\\(?:left|right)(?![a-zA-Z])|\\[,;:! ]|[\s$]", "", boxed)
+        plain = re.sub(r"\\[dt]frac", r"\\frac", plain)
+        number = re.fullmatch(r"(-?)(\d+)(?:\.(\d*))?", plain, re.ASCII)
+        if number is None:
+            return plain
+        sign, whole, part = number[1], number[2].lstrip("0") or "0", (number[3] or "").rstrip("0")
+        return f"{sign}{whole}.{part}" if part else sign + whole
     blocks = _FENCE.findall(text)
     return blocks[-1].strip() if blocks else text
 
@@ -356,6 +373,23 @@ class ToolRegistry:
 
     def has_python(self) -> bool:
         return any(_is_python(name) for name in self.tools)
+
+
+class MathEnvironment:
+    """`utils.environments.math_env` of the published scripts: its `execute` is registered as the
+    Python tool, or called by the script itself. The host runs the program, within its own limits.
+    """
+
+    def __init__(self, timeout: float = 0) -> None:
+        pass
+
+    def execute(self, code: str) -> str:
+        return exchange({"python": code}, "output")
+
+
+def python_execute(code: str) -> str:
+    """The same as a function; published scripts import it too."""
+    return MathEnvironment().execute(code)
 
 
 def _is_python(tool_name: str) -> bool:
@@ -628,6 +662,9 @@ class AgentGraph(_Refused):
 # Published scripts import from these names too; all are this one module.
 core = nodes = sys.modules[__name__]
 sys.modules.update({f"workflow.{part}": nodes for part in ("core", "nodes", "workflow")})
+sys.modules.update(
+    {f"utils{part}": nodes for part in ("", ".environments", ".environments.math_env")}
+)
 
 
 def _demo() -> None:

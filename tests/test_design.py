@@ -65,9 +65,24 @@ def test_custom_prompts():
     assert [m["role"] for m in published] == ["system", "user"]
     assert published[1]["content"] == "Design Multi Agent System for the Question: 1+1?"
     with pytest.raises(ValueError, match="no {question}"):
-        design.designer_messages("Q", "math", "no place for it")
+        design.designer_messages("Q", "math", "no place for it\n[agents]\n{question}")
     with pytest.raises(ValueError, match="unknown kind"):
         design.designer_messages("Q", "chess")
+
+
+def test_what_a_template_adds_to_every_agent():
+    """Sections at the end, for one kind or for both; they are no part of the designer's prompt."""
+    template = "S\n[user]\nD {question}\n[agents math]\nA box.\n\n[agents code] \nA\nprogram.\n"
+    assert design.agent_suffix(template, "math") == "\n\nA box."
+    assert design.agent_suffix(template, "code") == "\n\nA\nprogram."
+    assert design.designer_messages("Q\n[agents]\n", "math", template) == [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "D Q\n[agents]"},
+    ]
+    assert design.agent_suffix("{question}\n[agents]\nBoth.", "code") == "\n\nBoth."
+    assert design.agent_suffix("{question}\n[agents math]\nx", "code") == ""
+    for nothing in (None, "{question} [agents]\nx", *design.DESIGNER_PROMPTS.values()):
+        assert design.agent_suffix(nothing, "math") == ""
 
 
 # --- extraction
@@ -151,6 +166,29 @@ def test_imports_before_the_workflow_import_are_kept():
 def test_indented_fence():
     indented = "1. The script:\n" + "".join(f"   {line}\n" for line in FENCED.split("\n"))
     assert ast.dump(ast.parse(extract_script(indented))) == ast.dump(ast.parse(SCRIPT))
+
+
+@pytest.mark.parametrize(
+    "text, meant",
+    [
+        (r"\xi \underline{x} \Upsilon \N", r"\xi \underline{x} \Upsilon \N"),
+        (r"\\xi and \x", r"\xi and \x"),  # what is escaped already stays
+        (r"\x41 \u0042 \N{DIGIT ONE} \uparrow", r"A B 1 \uparrow"),  # so do real escapes
+    ],
+)
+@pytest.mark.parametrize("form", ["code and fence", "bare fence", "code only"])
+def test_latex_that_python_takes_for_a_broken_escape(form, text, meant):
+    script = SCRIPT.replace('"p"', f'"{text}"')
+    with pytest.raises(SyntaxError, match="unicodeescape"):
+        ast.parse(script)
+    source = extract_script(FORMS[form].format(script=script, fenced=f"```python\n{script}```"))
+    strings = [n.value for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Constant)]
+    assert meant in strings
+
+
+def test_a_script_that_python_takes_is_not_touched():
+    script = SCRIPT.replace('"p"', r'r"\xi" + "\\u"')
+    assert extract_script(f"```python\n{script}```") == script
 
 
 def test_a_broken_script_is_returned_for_its_error():
@@ -239,7 +277,8 @@ def test_no_warning_of_a_script_reaches_the_host():
         ("syntax", SCRIPT + "return 1\n"),
         ("forbidden_import", "import torch\n" + SCRIPT),
         ("forbidden_import", "import os, numpy as np\n" + SCRIPT),
-        ("forbidden_import", "from utils.environments.math_env import run\n" + SCRIPT),
+        ("forbidden_import", "from utils.environments.code_env import run\n" + SCRIPT),
+        ("unknown_name", "from utils.environments.math_env import run\n" + SCRIPT),
         ("forbidden_import", "from . import x\n" + SCRIPT),
         ("forbidden_import", "import workflow.graph\n" + SCRIPT),
         ("forbidden_import", SCRIPT + "def f():\n    import sandbox\n"),
@@ -272,6 +311,7 @@ def test_what_cannot_work_is_refused(kind, script):
         "from workflow import *\nprint(Workflow().add_node(AgentNode('a', 'p')).run(question))",
         "from workflow.core import Message, Context\nfrom workflow.workflow import Workflow\n"
         + SCRIPT,
+        "from utils.environments.math_env import MathEnvironment, python_execute\n" + SCRIPT,
     ],
 )
 def test_what_can_work_passes(script):
@@ -284,7 +324,8 @@ def test_the_names_of_the_api_are_those_of_workflow():
     classes = {
         n for n, v in vars(workflow).items() if isinstance(v, type) and v.__module__ == "workflow"
     }
-    assert {n for n in classes if not n.startswith("_")} == names - {"core", "nodes"}
+    others = {"core", "nodes", "python_execute"}
+    assert {n for n in classes if not n.startswith("_")} == names - others
     for module in design.MODULES:
         __import__(module)
 

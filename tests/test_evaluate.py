@@ -554,13 +554,13 @@ def test_ctrl_c_ends_the_golds_at_once_and_writes_nothing(tmp_path, capsys, monk
 
     monkeypatch.setattr(module, "progress_line", lambda noun, more: ctrl_c)
     monkeypatch.chdir(tmp_path)
-    began = time.monotonic()
+    began, threads = time.monotonic(), threading.active_count()
     assert main(["--check-golds", str(path), "--isolation", "best"]) == 130
     assert time.monotonic() - began < 10
     said = capsys.readouterr()
     assert said.out == "" and said.err == "\nevaluate.py: stopped, nothing was written\n"
     assert list(tmp_path.iterdir()) == [path]
-    assert threading.active_count() == 1
+    assert threading.active_count() <= threads
 
 
 # --- model folders and settings ----------------------------------------------------------------

@@ -704,6 +704,101 @@ def test_events_tell_the_whole_story():
     assert events[5]["answer"] == "8" and events[5]["status"] == "ok" and events[6]["reward"] == 1.0
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_on_task_comes_once_a_task_when_it_is_whole(deterministic):
+    """Of three tasks: all ok (scored), one crash among them, an invalid design."""
+
+    def good(question):
+        yield ask(question)
+        return "8"
+
+    def bad(question):
+        yield ask(question)
+        raise Crash
+
+    def reply(key, messages, seed):
+        t, m, n, _ = key
+        if n >= 0:
+            return "8"
+        return (
+            "no script" if t == 2 or (t, m) == (1, 1) else reply_with("bad" if t == 1 else "good")
+        )
+
+    seen = []
+
+    def on_task(index, rolled):
+        executions = [x for design in rolled.designs for x in design.executions]
+        assert len(executions) == 4
+        assert all(x.status != "ok" or x.reward == 1.0 for x in executions)
+        seen.append((index, rolled))
+
+    rolled = rollout(
+        [make_task(f"q{i}") for i in range(3)],
+        FakeEngine(reply),
+        FakePool({"good": good, "bad": bad}),
+        lambda task, answer: 1.0,
+        n_designs=2,
+        n_executions=2,
+        deterministic=deterministic,
+        on_task=on_task,
+    )
+    assert sorted(index for index, _ in seen) == [0, 1, 2]
+    assert all(each is rolled[index] for index, each in seen)
+
+
+def test_what_on_task_raises_ends_the_rollout_and_leaves_nothing():
+    def slow(question):
+        if question == "q1":
+            yield Pause(10_000)
+        yield ask(question)
+        return "8"
+
+    def enough(index, rolled):
+        raise KeyboardInterrupt
+
+    engine = FakeEngine(lambda key, messages, seed: "8")
+    pool = FakePool({"slow": slow})
+    with pytest.raises(KeyboardInterrupt):
+        rollout(
+            [make_task("q0"), make_task("q1")],
+            engine,
+            pool,
+            lambda task, answer: 1.0,
+            scripts=[script("slow")],
+            n_executions=1,
+            on_task=enough,
+        )
+    assert pool.live() == 0 and not engine.waiting
+
+
+def test_the_templates_part_for_agents_ends_their_system_prompt():
+    """By the kind of the task, in what the engine sees and in what is recorded; never twice."""
+
+    def talk(question):
+        system = {"role": "system", "content": "Solve."}
+        [text] = yield [{"agent": "a", "messages": [system, *ask(question)[0]["messages"]]}]
+        yield ask(text)
+        return "8"
+
+    engine = FakeEngine(lambda key, messages, seed: "8")
+    rolled = rollout(
+        [make_task("m"), make_task("c", kind="code")],
+        engine,
+        FakePool({"talk": talk}),
+        lambda task, answer: 1.0,
+        scripts=[script("talk")],
+        n_executions=1,
+        designer_prompt="{question}\n[agents math]\nBox it.\n[agents code]\nA program.",
+    )
+    for each, ending in zip(rolled, ["Box it.", "A program."], strict=True):
+        first, second = each.designs[0].executions[0].calls
+        assert first.messages[0] == {"role": "system", "content": f"Solve.\n\n{ending}"}
+        assert second.messages[0] == {"role": "system", "content": ending}
+        assert [m["role"] for m in second.messages] == ["system", "user"]
+    sent = {key: details["messages"] for kind, key, details in engine.log if kind == "submit"}
+    assert sent[0, 0, 0, 0] == rolled[0].designs[0].executions[0].calls[0].messages
+
+
 # Metrics, worked by hand.
 
 

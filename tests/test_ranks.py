@@ -1,7 +1,6 @@
 """Several ranks: two gloo processes do what one does, and a lost rank ends the job.
 
-Run as a script under torchrun it is the probe that the tests compare: one update on recorded
-rollouts, or the state of a run folder's last checkpoint.
+`probe` and `loaded` run in one process and in two; the tests compare what they leave.
 """
 
 import json
@@ -14,17 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from launch import two_ranks
+from test_train import rollouts_of
 from torch.distributed.tensor import DTensor
 
+import engine
+import train
+from grpo import ScoringModel
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # as a script it has no conftest.py
-
-from test_train import rollouts_of  # noqa: E402
-
-import engine  # noqa: E402
-import train  # noqa: E402
-from grpo import ScoringModel  # noqa: E402
-
 ENVIRONMENT = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 
 # name -> rewards [B, M, N] of recorded rollouts; the probe trains on each.
@@ -109,14 +106,6 @@ def loaded(folder: Path, out: Path) -> None:
         torch.save({"done": done, "held": held, "counts": counts, "gradients": gradients}, out)
 
 
-if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        probe(Path(sys.argv[1]))
-    else:
-        loaded(Path(sys.argv[1]), Path(sys.argv[2]))
-    sys.exit(0)
-
-
 # --- the tests
 
 
@@ -135,7 +124,7 @@ def torchrun(*argv) -> None:
 def probes(tmp_path_factory) -> dict[int, dict]:
     out = tmp_path_factory.mktemp("probes")
     probe(out / "1.pt")
-    torchrun(__file__, out / "2.pt")
+    two_ranks(out, probe, out / "2.pt")
     return {n: torch.load(out / f"{n}.pt", weights_only=False) for n in (1, 2)}
 
 
@@ -192,7 +181,7 @@ def test_a_run_on_two_ranks_covers_the_tasks_of_one_and_its_checkpoint_loads_in_
         for name in ("loss", "grad_norm", "trained_tokens", "approx_kl"):
             assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-6), name
     loaded(started / "r2", started / "1.pt")
-    torchrun(__file__, started / "r2", started / "2.pt")
+    two_ranks(started / "output", loaded, started / "r2", started / "2.pt")
     found = {n: torch.load(started / f"{n}.pt", weights_only=False) for n in (1, 2)}
     assert found[1]["done"] == found[2]["done"] == 2
     assert found[1]["counts"] == found[2]["counts"]
@@ -213,8 +202,9 @@ def test_supervised_training_on_two_ranks_is_that_of_one(started):
     traces.write_text("".join(json.dumps(row) + "\n" for row in rows))
     argv = ["--train", "sft", "--data", traces, "--model", started / "r2/cold_start"]
     argv += ["--out", started, "--sft-steps", 3, "--sft-batch", 5, "--token-budget", 60]
-    torchrun(ROOT / "train.py", *argv, "--name", "s2")
-    assert train.main([*map(str, argv), "--name", "s1"]) == 0
+    argv = [*map(str, argv)]
+    two_ranks(started / "sft", train.main, [*argv, "--name", "s2"])
+    assert train.main([*argv, "--name", "s1"]) == 0
     for one, two in zip(log_of(started / "s1"), log_of(started / "s2"), strict=True):
         assert one["trained_tokens"] == two["trained_tokens"]
         for name in ("loss", "grad_norm", "lr"):

@@ -1,29 +1,20 @@
 """Whole runs through the command: two equal ones, kills, SIGTERM, Ctrl-C, full disks, bad input."""
 
 import json
-import os
+import resource
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from launch import Started
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 
-ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--sft-traces", "400", "--sft-steps", "40", "--eval-tasks", "12", "--tasks-per-step", "3"]
-
-ENVIRONMENT = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-
-
-def line_of(argv) -> list[str]:
-    return [sys.executable, str(ROOT / "train.py"), *map(str, argv)]
 
 
 def command(*argv) -> None:
@@ -31,28 +22,10 @@ def command(*argv) -> None:
     assert train.main([*map(str, argv)]) == 0
 
 
-def start(*argv) -> subprocess.Popen:
-    """A run in a process group of its own, so that a signal reaches nobody else."""
-    return subprocess.Popen(
-        line_of(argv),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-        start_new_session=True,
-    )
-
-
-def signal_when(process, happened, number: int) -> tuple[str, str]:
-    """Sends the signal to the run's first process once `happened()`; returns its output."""
-    deadline = time.monotonic() + 120
-    while not happened() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.002)
-    process.send_signal(number)
-    try:
-        return process.communicate(timeout=60)
-    finally:
-        process.kill()
+def start(tmp_path: Path, *argv) -> Started:
+    """A run in a process of its own."""
+    number = len(list(tmp_path.glob("output-*")))
+    return Started(tmp_path / f"output-{number}", train.main, [*map(str, argv)])
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +109,7 @@ def test_kill_9_at_any_moment_and_resume_is_the_uninterrupted_run(
         lambda: log_lines(run) >= 3,
     ]
     for moment in moments:
-        assert signal_when(start(*argv), moment, signal.SIGKILL) is not None
+        assert start(tmp_path, *argv).signal_when(moment, signal.SIGKILL).wait() == -signal.SIGKILL
         for whole in run.glob("checkpoint-*"):
             assert (whole / "state.json").exists() and (whole / ".metadata").exists()
     # A crash of the machine can leave a torn line after the checkpoint.
@@ -149,11 +122,12 @@ def test_kill_9_at_any_moment_and_resume_is_the_uninterrupted_run(
 
 def test_sigterm_saves_and_exits_0_and_the_resumed_run_is_the_same(straight, flags, tmp_path):
     run = tmp_path / "r"
-    process = start("--out", tmp_path, "--name", "r", *flags)
-    out, err = signal_when(process, lambda: log_lines(run) >= 1, signal.SIGTERM)
-    assert process.returncode == 0, err
+    process = start(tmp_path, "--out", tmp_path, "--name", "r", *flags)
+    process.signal_when(lambda: log_lines(run) >= 1, signal.SIGTERM)
+    assert process.wait() == 0, process.err()
     # One step was whole, or a second one ended before the signal was looked at.
-    assert "SIGTERM: saved checkpoint-00000" in out and "Traceback" not in err
+    assert "SIGTERM: saved checkpoint-00000" in process.out()
+    assert "Traceback" not in process.err()
     command("--resume", run)
     assert_same_run(straight, run)
 
@@ -202,7 +176,8 @@ def test_supervised_training_on_a_file_resumes_too(cold_start, tmp_path, capsys)
     log = log_without_times(tmp_path / "a")
     assert len(log) == 12 and log[-1]["loss"] < 0.5 * log[0]["loss"]
     auto = [*argv, "--name", "b", "--resume", "auto"]
-    signal_when(start(*auto), lambda: log_lines(tmp_path / "b") >= 4, signal.SIGKILL)
+    killed = start(tmp_path, *auto)
+    killed.signal_when(lambda: log_lines(tmp_path / "b") >= 4, signal.SIGKILL).wait()
     command(*auto)
     a, b = weights(tmp_path / "a/final"), weights(tmp_path / "b/final")
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -213,22 +188,14 @@ def test_supervised_training_on_a_file_resumes_too(cold_start, tmp_path, capsys)
 
 def test_ctrl_c_ends_soon_with_the_last_checkpoint_whole(cold_start, tmp_path):
     process = start(
-        *("--out", tmp_path, "--name", "r", "--model", cold_start, *SMALL),
+        *(tmp_path, "--out", tmp_path, "--name", "r", "--model", cold_start, *SMALL),
         *("--steps", 10_000, "--checkpoint-every", 1, "--eval-tasks", 0),
     )
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("r/checkpoint-*")) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    began = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)
-    try:
-        _, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
+    process.signal_when(lambda: bool(list(tmp_path.glob("r/checkpoint-*"))), signal.SIGINT)
     # Measured: about a second on an idle machine. The bound is for a hang, not for the speed.
-    assert time.monotonic() - began < 30
-    assert process.returncode == 130 and "--resume" in err.strip().splitlines()[-1]
-    assert "Traceback" not in err
+    assert process.wait(30) == 130
+    assert "--resume" in process.err().strip().splitlines()[-1]
+    assert "Traceback" not in process.err()
     last = sorted(tmp_path.glob("r/checkpoint-*"))[-1]
     assert (last / "state.json").exists() and (last / ".metadata").exists()
     assert train.main(["--export", str(last)]) == 0
@@ -258,21 +225,19 @@ def test_bad_model_folder_and_bad_data_are_one_line(cold_start, tmp_path, capsys
     assert not (tmp_path / "runs").exists()  # nothing half-written
 
 
+def limited(argv: list[str]) -> int:
+    """train.main where no file may grow past 100 kB."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    return train.main(argv)
+
+
 def test_a_full_disk_is_one_line_and_leaves_no_half_checkpoint(cold_start, tmp_path):
     """A file-size limit stands for the full disk: writes fail in the same places."""
-    limit = "import resource,signal,sys,runpy;signal.signal(signal.SIGXFSZ,signal.SIG_IGN);"
-    limit += "resource.setrlimit(resource.RLIMIT_FSIZE,(100_000,100_000));"
-    limit += f"sys.path.insert(0,{str(ROOT)!r});import train;sys.exit(train.main(sys.argv[1:]))"
     argv = ["--out", tmp_path, "--name", "r", "--model", cold_start, *SMALL, "--eval-tasks", 0]
-    argv += ["--steps", 1]
-    done = subprocess.run(
-        [sys.executable, "-c", limit, *map(str, argv)],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        timeout=240,
-    )
-    assert done.returncode == 1, done.stderr
-    assert "could not be written" in done.stderr.strip().splitlines()[-1]
-    assert "Traceback" not in done.stderr
+    process = Started(tmp_path / "output", limited, [*map(str, argv), "--steps", "1"])
+    assert process.wait() == 1, process.err()
+    last = process.err().strip().splitlines()[-1]
+    assert "could not be written" in last and "MB are free there" in last
+    assert "Traceback" not in process.err()
     assert not list(tmp_path.glob("r/checkpoint-*")) and not list(tmp_path.glob("r/.*partial"))

@@ -249,7 +249,7 @@ def test_a_reply_that_never_ends(engine, drips):
 
     def slow(handler):
         handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n")
-        for _ in range(60):
+        for _ in range(300):
             if drips:  # each byte restarts the socket's clock
                 handler.wfile.write(b" ")
             gone.wait(0.1)
@@ -261,7 +261,7 @@ def test_a_reply_that_never_ends(engine, drips):
     assert (done.text, done.finish_reason) == ("", "failed")
     assert len(endpoint.seen) == sft.COSTLY_TRIES
     assert "no whole reply within 0.4 s" in teacher.last_trouble
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15  # three tries of 0.4 s, not of 30
 
 
 def test_a_slow_reply_in_time_is_fine(engine):
@@ -286,7 +286,7 @@ def test_backoff_doubles(engine):
     teacher, endpoint = engine(lambda n, _: "x" if n == 5 else write(503, ""), backoff_s=0.04)
     asked(teacher)
     times = [seen[0] for seen in endpoint.seen]
-    assert times[5] - times[4] > 0.5 * 16 * 0.04 > 1.5 * 4 * 0.04 > 0.5 * 0.04
+    assert times[5] - times[4] > 0.9 * 0.5 * 16 * 0.04  # the fifth wait, at least half of it
 
 
 def test_nobody_there(engine, serve):
@@ -387,11 +387,14 @@ def test_broken_replies_count_their_tokens(engine):
 
 
 def test_concurrency_is_bounded_and_reached(engine):
-    def slow(handler):
-        time.sleep(0.15)
+    """Three at a time: each waits until three are there, and a fourth would be counted."""
+    three = threading.Barrier(3, timeout=60)
+
+    def together(handler):
+        three.wait()
         say("x")(handler)
 
-    teacher, endpoint = engine(lambda *_: slow, concurrency=3)
+    teacher, endpoint = engine(lambda *_: together, concurrency=3)
     asked(teacher, 9)
     assert endpoint.most == 3
 
@@ -417,12 +420,15 @@ def test_cancelled_calls_never_come_out(engine):
     assert teacher.step() == []
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_fault_of_ours_is_no_hang(engine, monkeypatch):
+    told = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: told.append(args.exc_type))
     teacher, _ = engine(lambda *_: "x")
     monkeypatch.setattr(teacher, "_ask", lambda call: 1 / 0)
     with pytest.raises(RuntimeError, match="thread of ApiEngine died"):
         asked(teacher)
+    teacher._threads[0].join(10)
+    assert told == [ZeroDivisionError]
 
 
 @pytest.mark.parametrize(

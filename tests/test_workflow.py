@@ -107,6 +107,23 @@ def test_latex_lost_to_escapes_is_mended_once_at_the_border():
     assert wf.mend_escapes("a\tb\nc") == "a\tb\nc"
 
 
+@pytest.mark.parametrize("name", wf._COMMANDS.split())
+def test_every_command_that_a_plain_string_loses_is_mended(name):
+    lost = eval(f'"a \\{name} b, \\{name}{{c}}"')  # as Python reads it
+    assert "\\" not in lost
+    assert wf.mend_escapes(lost) == rf"a \{name} b, \{name}{{c}}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a\timeshare", "x\textile", "1.\trace", "line\nequal", "\r\nright", "\tan apple", "\nu = 1"]
+    + ["if x:\n\treturn\n\tau()", "col\ttop\tbottom"],
+)
+def test_white_space_that_may_be_meant_stays(text):
+    meant = text.replace("\tau", "TAU")
+    assert wf.mend_escapes(meant) == meant
+
+
 # --- ensemble
 
 
@@ -137,6 +154,11 @@ def test_ensemble_calls_go_in_one_message_and_the_winner_is_handed_on_whole():
         (["", "<think>cut", "5"], 2),  # empty replies abstain
         (["", ""], 0),
         ([r"\boxed{cut", r"\boxed{3}", r"a \boxed{3}"], 1),
+        ([r"\boxed{7}", r"\boxed{$42$}", r"\boxed{42.00}"], 1),
+        ([r"\boxed{9007199254740993}", r"\boxed{9007199254740992}"], 0),  # equal as floats
+        ([r"\boxed{100}", r"\boxed{10}", r"\boxed{010}"], 1),
+        ([r"\boxed{-5}", r"\boxed{5}", r"\boxed{5.0}"], 1),
+        ([r"\boxed{\leftarrow}", r"\boxed{\left[1\,\right]}", r"\boxed{[1]}"], 1),
     ],
 )
 def test_majority_vote(replies, winner):
@@ -650,7 +672,7 @@ def test_only_a_few_modules_are_imported():
     """The import is paid in every sandbox: next to nothing beyond what json and re need."""
     code = (
         "import sys, json, re, threading; before = set(sys.modules); import workflow;"
-        "print(sorted(n for n in set(sys.modules) - before if not n.startswith('workflow')))"
+        "print(sorted(n for n in set(sys.modules) - before if sys.modules[n] is not workflow))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
