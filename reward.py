@@ -15,9 +15,9 @@ MATH: exact and cheap first; algebra last, and only in a process that may be kil
     2. Equal text, integers, decimals and fractions are decided here, exactly, in microseconds.
     3. All else goes to a worker as one JSON line, {"prediction", "gold", "tolerance", "cpu_s"}, and
        comes back as 1 or 0. The worker gives both sides one spelling (`_clean`), takes them apart
-       (lists, sets, tuples, intervals, equations, matrices, units; `_same`) and compares the
-       pieces: math-verify's parser, then evaluation to 50 digits, at sample points if there are
-       variables. What that leaves open goes to `math_verify.verify`.
+       (lists, sets, tuples, equations, units; `_same`) and compares the pieces: math-verify's
+       parser, then evaluation to 50 digits, at sample points if there are variables. What that
+       leaves open (matrices, inequalities, unions) goes to `math_verify.verify`.
     Workers are started when needed, at most one a core, and kept. Each has a memory limit and 3 s
     of CPU time an answer, which the kernel enforces, so C code and a dead host make no difference.
     A worker that breaks a limit or dies is replaced; its verdict is False and `counts()` tells.
@@ -60,7 +60,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import unicodedata
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -72,7 +71,8 @@ from typing import Literal
 import sandbox
 
 MAX_ANSWER = 10_000  # characters; a longer gold is unusable, a longer answer wrong
-MAX_DEPTH = 12  # nested brackets; parsing takes seconds beyond
+MAX_DEPTH = 12  # nested brackets of what the parser gets; it takes seconds beyond
+MAX_PARENTHESES = 100  # nested around an answer
 MAX_LEAF = 1_000  # characters that the parser is given at once
 MAX_ITEMS = 64  # of an unordered list: matching takes the square of it
 MAX_DIGITS = 20_000  # of a number on the way; more is a power tower or the like
@@ -116,7 +116,10 @@ def extract_answer(response: str) -> str | None:
 # ------------------------------------------------------------------ plain numbers, exactly
 
 _INTEGER = re.compile(r"([+-]?)(\d+|[1-9]\d{0,2}(?:,\d{3})+)", re.ASCII)
-_DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?", re.ASCII | re.IGNORECASE)
+_DECIMAL = re.compile(
+    r"[+-]?(?:(?:\d+|[1-9]\d{0,2}(?:,\d{3})+)\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?",
+    re.ASCII | re.IGNORECASE,
+)
 _RATIO = re.compile(
     r"([+-]?)\\[dt]?frac\{([+-]?\d+)\}\{([+-]?\d+)\}|([+-]?\d+)/([+-]?\d+)", re.ASCII
 )
@@ -151,7 +154,7 @@ def _rational(text: str) -> Fraction | None:
     if whole := _integer(text):
         return Fraction(whole)
     if _DECIMAL.fullmatch(text):
-        return Fraction(text)
+        return Fraction(text.replace(",", ""))
     match = _RATIO.fullmatch(text)
     if match is None:
         return None
@@ -165,14 +168,6 @@ def _last_place(text: str) -> Fraction | None:
     if match is None or len((match[1] + match[2]).lstrip("0")) < 6:
         return None
     return Fraction(1, 10 ** len(match[2]))
-
-
-def _terminates(value: Fraction) -> bool:
-    rest = value.denominator
-    for prime in (2, 5):
-        while rest % prime == 0:
-            rest //= prime
-    return rest == 1
 
 
 def _close(prediction: str, gold: str, tolerance: float | None) -> bool | None:
@@ -192,24 +187,31 @@ def _close(prediction: str, gold: str, tolerance: float | None) -> bool | None:
     if tolerance is not None:
         return abs(a - b) <= Fraction(str(tolerance))
     for text, exact in ((prediction, b), (gold, a)):
-        place = _last_place(text)
-        if place is not None and not _terminates(exact):
+        place, bottom = _last_place(text), exact.denominator
+        endless = pow(10, bottom.bit_length(), bottom) != 0  # has another prime than 2 and 5
+        if place is not None and endless:
             return abs(a - b) < place
     return a == b
 
 
 # ------------------------------------------------------------------ in the worker: normalising
 
-_CHARACTERS = str.maketrans(
-    {
-        **dict.fromkeys("−–—‐‑", "-"),
-        **dict.fromkeys("÷⁄∕", "/"),
-        **dict.fromkeys("·⋅∙", r"\cdot "),
-        **{"×": r"\times ", "±": r"\pm ", "∓": r"\mp ", "√": r"\sqrt ", "∞": r"\infty "},
-        **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∈": r"\in ", "∅": r"\emptyset "},
-        **{"∪": r"\cup ", "∩": r"\cap ", "ℝ": r"\mathbb{R}", "°": r"^\circ "},
-    }
-)
+# spelling -> the characters that are other spellings of it; then the same for commands
+_CHARACTERS = {
+    **{"-": "−–—‐‑", "/": "÷⁄∕", r"\cdot ": "·⋅∙", r"\times ": "×", r"\pm ": "±", r"\mp ": "∓"},
+    **{r"\sqrt ": "√", r"\infty ": "∞", r"^\circ ": "°", r"\mathbb{R}": "ℝ", r"\emptyset ": "∅"},
+    **{r"\le ": "≤", r"\ge ": "≥", r"\ne ": "≠", r"\in ": "∈", r"\cup ": "∪", r"\cap ": "∩"},
+}
+_CHARACTERS = str.maketrans({old: new for new, olds in _CHARACTERS.items() for old in olds})
+_COMMANDS = {
+    "": "left right displaystyle textstyle limits nolimits rm bf it big Big bigg Bigg bigl Bigl "
+    "biggl Biggl bigm Bigm biggm Biggm bigr Bigr biggr Biggr",
+    **{r"\frac": "dfrac tfrac cfrac", r"\binom": "dbinom tbinom", r"\emptyset ": "varnothing"},
+    **{r"\le ": "leq leqslant", r"\ge ": "geq geqslant", "<": "lt", ">": "gt", " ": "quad qquad"},
+    **{"|": "vert lvert rvert mid", "(": "langle", ")": "rangle", r"\{": "lbrace", r"\}": "rbrace"},
+    '"degree"': "degree textdegree",
+}
+_COMMANDS = {old: new for new, olds in _COMMANDS.items() for old in olds.split()}
 
 
 def _nfkc(text: str) -> str:
@@ -219,37 +221,29 @@ def _nfkc(text: str) -> str:
 # (pattern, replacement) in the order of use; what NFKC would flatten (x² to x2) comes before it
 _TYPOGRAPHY = [
     ('[\u200b-\u200f\u2060-\u2064\ufeff\u00ad\0"]', ""),
-    (r"\s+", " "),
-    (r"[\\ ]+$", ""),
+    (r"[\\\s]+$", ""),
     ("[⁰¹²³⁴-⁹⁺⁻⁽⁾ⁿ]+", lambda m: "^{" + _nfkc(m[0]) + "}"),
     ("[₀-₉₊₋₍₎]+", lambda m: "_{" + _nfkc(m[0]) + "}"),
     ("[¼-¾⅐-⅞]", lambda m: r" \frac{%s}{%s}" % tuple(_nfkc(m[0]).split("⁄"))),
-    ("[α-ω]", lambda m: "\\" + unicodedata.name(m[0]).split()[-1].lower() + " "),
     (r"√\s*(\d+)", r"\\sqrt{\1}"),
 ]
 _WORD_MACRO = r"\\(?:text(?:bf|it|rm|sf|normal)?|mbox|math(?:rm|bf|it|sf)|boldsymbol|bm|fbox)\s*"
 # Afterwards a double quote marks words: \text{ cm} is "cm". 1,\!234 and 10\,000 are whole numbers.
 _LATEX = [
     (r"^\s*\*\*(.*?)\*\*\s*$", r"\1"),
-    (r"\\(?:left|right)\s*\.", ""),
-    (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|n?o?limits|rm|bf|it)(?![a-zA-Z])", ""),
     (r"(?<=\d)(?:\{,\}|,\s*\\!\s*|\\[, ]|\s)(?=\d{3}(?!\d))", ""),
-    (r"(?<!\\)\\[\[\]()]|\\?\$", ""),
-    (r"(?<!\\)\\[,;:!> ]|\\q?quad(?![a-zA-Z])|~", " "),
-    (r"\\[dtc](frac|binom)(?![a-zA-Z])", r"\\\1"),
-    (r"\\(?:leqslant|leq|le)(?![a-zA-Z])|<=", r"\\le "),
-    (r"\\(?:geqslant|geq|ge)(?![a-zA-Z])|>=", r"\\ge "),
-    (r"\\neq?(?![a-zA-Z])|!=", r"\\ne "),
-    (r"\\[lg]t(?![a-zA-Z])", lambda m: "<" if m[0][1] == "l" else ">"),
-    (r"\\([lr])brace(?![a-zA-Z])", lambda m: r"\{" if m[1] == "l" else r"\}"),
-    (r"\\([lr])angle(?![a-zA-Z])", lambda m: "(" if m[1] == "l" else ")"),
-    (r"\\[lr]?vert(?![a-zA-Z])|\\mid(?![a-zA-Z])", "|"),
-    (r"\\varnothing|\\\{\s*\\\}", r"\\emptyset"),
+    (r"(?<!\\)\\[\[\]()]|\\?[$€£]", ""),
+    (r"(?<!\\)\\[,;:!> ]|~", " "),
+    (r"\\([a-zA-Z]+)", lambda m: _COMMANDS.get(m[1], m[0])),
+    (r"<=|>=|(?<= )!=", lambda m: {"<": r"\le ", ">": r"\ge ", "!": r"\ne "}[m[0][0]]),
+    (r"\\\{\s*\\\}", r"\\emptyset"),
     (r"\\mathbb\s*\{?\s*R\s*\}?|\ball real numbers\b", r"(-\\infty,\\infty)"),
-    (r"\^\s*\{?\s*\\circ\s*\}?|\\(?:text)?degrees?(?![a-zA-Z])", '"degree"'),
+    (r"\\\{\s*[a-zA-Z]\s*(?:\\in\s*\(-\\infty,\\infty\)\s*)?[|:](.*)\\\}", r"\1"),  # {x | x > 2}
+    (r"\^\s*\{?\s*\\circ\s*\}?", '"degree"'),
     (rf"\\%|(?:{_WORD_MACRO}\{{)?\s*\bper\s?cent(?:age)?\b\s*\}}?", "%"),
-    (rf",?\s*{_WORD_MACRO}\{{\s*,?\s*(?:and|or)\s*,?\s*\}}", ","),
     (r",?\s*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", ","),
+    (r"^([A-Z])(?=\([^()]*,[^()]*\)$)", r"\1="),  # the point E(2,3)
+    (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}"),
     (r"\\math(?:rm|bf|it|sf)\s*\{\s*([a-zA-Z])\s*\}", r"\1"),
     (_WORD_MACRO + r"\{([^{}\"\d]*[a-zA-Z][^{}\"]*)\}", r'"\1"'),
     (_WORD_MACRO + r"\{([^{}]*)\}", r"\1"),
@@ -257,15 +251,13 @@ _LATEX = [
     (r"(?<![\d./])(\d+) (\d+)/(\d+)(?![\d/])", r"\1\\frac{\2}{\3}"),
     (r"\\sqrt\s*\[([3579])\]\s*\{-([\d.]+)\}", r"(-\\sqrt[\1]{\2})"),
     (r"\*\*", "^"),
-    (r"\*", r"\\cdot "),
     (
         r"(?<![\\a-zA-Z])(sqrt|arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|ln|pi|theta|alpha"
         r"|beta|infty)(?![a-zA-Z])",
         r"\\\1 ",
     ),
     (r"(?<![\\a-zA-Z])(?:infinity|inf)(?![a-zA-Z])", r"\\infty "),
-    (r"\\begin\{(?:[bpB]?matrix|smallmatrix|array)\}(?:\{[lcr|]*\})?", r"\\begin{pmatrix}"),
-    (r"\\end\{(?:[bpB]?matrix|smallmatrix|array)\}", r"\\end{pmatrix}"),
+    (r"\\(begin|end)\{(?:[bpB]?matrix|smallmatrix|array)\}(?:\{[lcr|]*\})?", r"\\\1{pmatrix}"),
 ]
 _TYPOGRAPHY = [(re.compile(pattern), new) for pattern, new in _TYPOGRAPHY]
 _LATEX = [(re.compile(pattern, re.ASCII), new) for pattern, new in _LATEX]
@@ -294,10 +286,7 @@ def _brace(text: str, command: str, count: int, argument: re.Pattern) -> str:
     r"""Gives a command's arguments their braces: \frac12, \sqrt(x+1), x^-1, 2^10."""
     at = text.rfind(command)
     while at >= 0:
-        end = at + len(command)
-        if option := re.match(r"\s*\[[^\[\]]*\]", text[end:]):  # \sqrt[3]{x}
-            end += option.end()
-        start, braced = end, ""
+        start, end, braced = at + len(command), at + len(command), ""
         for _ in range(count):
             match = argument.match(text, end)
             if match is None:
@@ -322,7 +311,7 @@ _OPENING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}"}
 _CLOSING = set(_OPENING.values())
 _NUMERIC_COMMANDS = re.compile(r"\\(?:frac|binom|sqrt|cdot|times|pi|log|ln|sin|cos|tan|left|right)")
 _SET_OR_MATRIX = re.compile(r"[<>]|\\(?:le|ge|ne|in|cap|setminus|mathbb|begin)(?![a-zA-Z])")
-_RELATIONS = {"=", "<", ">", "\\le", "\\ge", "\\ne", "\\in"}
+_RELATIONS = {"=", "<", ">", "\\le", "\\ge", "\\in"}
 
 
 def _nesting(text: str) -> Iterable[tuple[str, int, int]]:
@@ -335,6 +324,10 @@ def _nesting(text: str) -> Iterable[tuple[str, int, int]]:
         yield token, match.start(), depth
         if token in _OPENING:
             depth += 1
+
+
+def _depth(text: str) -> int:
+    return max((depth for _, _, depth in _nesting(text)), default=0)
 
 
 def _closing(text: str, start: int) -> int | None:
@@ -358,8 +351,8 @@ def _split(text: str, separators: set[str]) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True)
 class _Shape:
-    """kind: leaf (one item), list, set, group (`mark`: its brackets, or the columns of a matrix),
-    names (items: (name, value)), equation (items: left, right), never (equal to nothing)."""
+    """kind: leaf (one item), list, set, group (`mark`: its brackets), names (items: (name, value)),
+    equation (items: left, right), never (equal to nothing)."""
 
     kind: str
     items: tuple = ()
@@ -371,13 +364,8 @@ def _shape(text: str) -> _Shape:
     text = text.lstrip("= ").rstrip(" .,;:")
     if not text:
         return _Shape("never")
-    if _integer(text):
+    if _rational(text) is not None:
         return _Shape("leaf", (text,))  # 1,234 is no list
-    matrix = re.fullmatch(r"\\begin\{pmatrix\}(.*)\\end\{pmatrix\}", text)
-    if matrix and "\\begin" not in matrix[1]:
-        rows = [row for row in _split(matrix[1], {"\\\\"})[0] if row]
-        cells = [_split(row, {"&"})[0] for row in rows]
-        return _Shape("group", tuple(sum(cells, [])), f"{[len(row) for row in cells]}")
     for separators in ({";"}, {",", "\\cup"}):
         parts = [part for part in _split(text, separators)[0] if part]
         if len(parts) > 1:
@@ -404,24 +392,24 @@ def _listed(parts: list[str]) -> _Shape:
 
 
 def _bracketed(opening: str, inside: str, closing: str) -> _Shape:
+    if opening == "{":
+        return _shape(inside)
     items = tuple(part for part in _split(inside, {","})[0] if part)
-    if opening == "\\{" and (condition := re.fullmatch(r"\s*[a-zA-Z]\s*[|:](.*)", inside)):
-        return _shape(condition[1])
-    if opening == "\\{" or (opening == "{" and len(items) > 1):
+    if opening == "\\{":
         return _Shape("set", items)
-    if len(items) < 2 and (opening in "({" or inside.startswith("\\begin")):
+    if len(items) < 2 and (opening == "(" or inside.startswith("\\begin")):
         return _shape(inside)
     return _Shape("group", items, opening + closing)
 
 
 def _related(text: str) -> _Shape:
-    """Equations, chains of them, and inequalities in one variable (as intervals)."""
+    """Equations, chains of them, ratios, membership."""
     parts, found = _split(text, _RELATIONS)
     if not found:
         terms = _split(text, {":"})[0]
         ratio = tuple(rf"\frac{{{term}}}{{{terms[-1]}}}" for term in terms[:-1])
         return _Shape("group", ratio, ":") if len(ratio) > 1 else _Shape("leaf", ratio or (text,))
-    if set(found) == {"="} and all(parts):
+    if set(found) == {"="}:
         numbers = not re.search("[a-zA-Z]", _NUMERIC_COMMANDS.sub("", text))
         checked = parts[:-1] if numbers else parts[1:-1]
         if not all(_same(part, parts[-1], None) for part in checked):
@@ -433,24 +421,7 @@ def _related(text: str) -> _Shape:
         return _Shape("equation", (right, left) if swap else (left, right))
     if found == ["\\in"] and _is_name(parts[0]):
         return _shape(parts[1])
-    return _interval(parts, found) or _Shape("leaf", (text,))
-
-
-def _interval(parts: list[str], found: list[str]) -> _Shape | None:
-    """x<2 is (-oo, 2), 1<=x<2 is [1, 2); None if it is not about one variable."""
-    if set(found) <= {">", "\\ge"}:
-        parts, found = parts[::-1], ["<" if sign == ">" else "\\le" for sign in found[::-1]]
-    variable = re.compile(r"[a-zA-Z](_.*)?|\\(?!infty|pi)[a-z]+")
-    if not set(found) <= {"<", "\\le"}:
-        return None
-    if variable.fullmatch(parts[0]):
-        parts, found = ["-\\infty", *parts], ["<", *found]
-    if variable.fullmatch(parts[-1]):
-        parts, found = [*parts, "\\infty"], [*found, "<"]
-    if len(parts) != 3 or not variable.fullmatch(parts[1]):
-        return None
-    mark = ("(" if found[0] == "<" else "[") + (")" if found[1] == "<" else "]")
-    return _Shape("group", (parts[0], parts[2]), mark)
+    return _Shape("leaf", (text,))  # algebra knows inequalities, and that x < 2 is (-oo, 2)
 
 
 def _is_name(text: str, *, may_add: bool = False) -> bool:
@@ -459,10 +430,8 @@ def _is_name(text: str, *, may_add: bool = False) -> bool:
     With `may_add` also what a question may ask for: a+b, x^2+y^2; never 2x.
     """
     bare = re.sub(r"[_^](\{[^{}]*\}|.)|(?<=[a-zA-Z])\([^()]*\)", "", text)
-    if not re.search("[a-zA-Z]", bare) or re.search(r"\d", bare):
-        return False
     plain = not re.search(r"[+/^-]|\\frac|\\sqrt|\\cdot", text.replace("^{-1}", ""))
-    return may_add or plain
+    return not re.search(r"\d", bare) and (may_add or plain)
 
 
 def _squash(text: str) -> str:
@@ -486,32 +455,27 @@ def _same(prediction: str, gold: str, tolerance: float | None) -> bool:
     if kinds == {"names"}:
         x, y = dict(a.items), dict(b.items)
         return x.keys() == y.keys() and all(_same(x[k], y[k], tolerance) for k in x)
-    if "names" in kinds or kinds == {"group", "list"}:
-        return _same_in_order(a, b, tolerance)
-    if kinds == {"group"} and a.mark == b.mark:
-        return _same_in_order(a, b, tolerance)
-    if kinds & {"list", "set"}:
-        if "group" not in kinds and _same_in_any_order(a, b, tolerance):
-            return True
-        return "\\cup" in prediction + gold and _algebra(prediction, gold, tolerance)
-    if kinds == {"group"}:
-        return False
     if kinds == {"leaf"}:
         return _same_leaf(a.items[0], b.items[0], tolerance)
-    # an interval against x != 3 and the like, a matrix against a product of matrices
-    leaf = a.items[0] if a.kind == "leaf" else b.items[0]
-    return bool(_SET_OR_MATRIX.search(leaf)) and _algebra(prediction, gold, tolerance)
+    if "names" in kinds or kinds in ({"group"}, {"group", "list"}):
+        same = _same_in_order(a, b, tolerance)
+    else:
+        same = "group" not in kinds and _same_in_any_order(a, b, tolerance)
+    # unions, an interval against x != 3 and the like
+    both = prediction + gold
+    sets = "\\cup" in both or ("leaf" in kinds and _SET_OR_MATRIX.search(both))
+    return bool(same or (sets and _algebra(prediction, gold, tolerance)))
 
 
 def _same_in_order(a: _Shape, b: _Shape, tolerance) -> bool:
-    """Tuples, intervals, matrices; also x=1, y=2 for (1, 2), and 1, 2 for (1, 2)."""
-    marks = {shape.mark for shape in (a, b) if shape.kind == "group"}
-    if len(a.items) != len(b.items) or (a.kind != b.kind and not marks <= {"()"}):
-        return False
+    """Tuples, intervals, ratios; also x=1, y=2 for (1, 2), and 1, 2 for (1, 2)."""
     x, y = (
-        [item[1] if shape.kind == "names" else item for item in shape.items] for shape in (a, b)
+        list(dict(shape.items).values()) if shape.kind == "names" else shape.items
+        for shape in (a, b)
     )
-    return all(_same(one, other, tolerance) for one, other in zip(x, y, strict=True))
+    marks = {shape.mark for shape in (a, b) if shape.kind == "group"}
+    fits = len(marks) < 2 and (a.kind == b.kind or marks <= {"()"}) and len(x) == len(y)
+    return fits and all(_same(one, other, tolerance) for one, other in zip(x, y, strict=True))
 
 
 def _elements(shape: _Shape) -> list[str]:
@@ -543,7 +507,7 @@ def _same_in_any_order(a: _Shape, b: _Shape, tolerance) -> bool:
 def _same_equation(a: tuple, b: tuple, tolerance) -> bool:
     """x=..., twice: the right sides decide. Else one is a multiple of the other: -x=1, 2x+2=0."""
     (left, right), (gold_left, gold_right) = a, b
-    if _squash(left) == _squash(gold_left) and _is_name(left):
+    if _squash(left) == _squash(gold_left):
         return _same(right, gold_right, tolerance)
     sides = [f"({x})-({y})" for x, y in (a, b)]
     return _algebra(*sides, tolerance, multiple=True)
@@ -551,18 +515,15 @@ def _same_equation(a: tuple, b: tuple, tolerance) -> bool:
 
 # ------------------------------------------------------------------ in the worker: single values
 
-_UNITS = {
-    "cm": "centimeter centimetre", "mm": "millimeter millimetre", "km": "kilometer kilometre",
-    "m": "meter metre", "ft": "foot feet", "in": "inch inche", "mi": "mile", "kg": "kilogram",
-    "g": "gram", "l": "liter litre", "h": "hour hr", "min": "minute", "s": "second sec",
-    "mph": "", "kmh": "kmph", "lb": "pound", "oz": "ounce", "deg": "degree", "dollar": "",
-    "ml": "milliliter", "cent": "", "unit": "", "yd": "yard", "day": "", "year": "",
-}  # fmt: skip
-_UNIT_OF = {word: unit for unit, words in _UNITS.items() for word in [unit, *words.split()]}
+_UNITS = """cm centimeter centimetre|mm millimeter millimetre|km kilometer kilometre|m meter metre
+ml milliliter|l liter litre|ft foot feet|in inch inche|mi mile|yd yard|kg kilogram|g gram|lb pound
+oz ounce|h hr hour|min minute|s sec second|mph|kmh kmph|deg degree|day|year|dollar|cent|unit
+2 square sq|3 cubic cu"""
+_UNIT_OF = {word: words.split()[0] for words in re.split("[|\n]", _UNITS) for word in words.split()}
 _BARE_WORDS = re.compile(r"(.*[\d})])(\s*)([a-zA-Z][a-zA-Z ./]*(?:\^\{\d\})?)", re.ASCII)
 _QUOTED_WORDS = re.compile(r'([^"]*[^\s"/])\s*((?:/?\s*"[^"]*"\s*(?:\^\{?\d\}?)?\s*)+)')
 _BASE = re.compile(r"([0-9A-Z]+)\s*_\s*\{?\s*(\d+)\s*\}?", re.ASCII)
-_CHOICE = re.compile(r'"?\s*\(([A-H])\)[.:]?\s*"?\s*(.+)')
+_CHOICE = re.compile(r'"?\s*\(?([A-H])[).:]+\s*"?\s*(.+)')
 
 
 def _unit(text: str, *, loose: bool) -> tuple[str, str]:
@@ -578,27 +539,19 @@ def _unit(text: str, *, loose: bool) -> tuple[str, str]:
         return (text, "") if in_degrees else (match[1], match[2])
     if match := _BARE_WORDS.fullmatch(text):
         word = re.match("[a-zA-Z]+", match[3])[0].lower()
-        known = len(word) > 3 or word in _UNIT_OF or word.rstrip("s") in _UNIT_OF
+        known = len(word) > 3 or (word.rstrip("s") or word) in _UNIT_OF
         if known and (len(word) > 1 or (loose and match[2])):
             return match[1], match[3]
     return text, ""
 
 
-def _unit_parts(unit: str) -> tuple[set, set, list]:
-    """(known units, other words, powers)."""
-    words = [word.rstrip("s") or word for word in re.findall("[a-z]+", unit.lower())]
-    power = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
-    powers = [power[word] for word in words if word in power] + re.findall(r"\d", unit)
-    words = [word for word in words if word not in power and word not in ("per", "unit")]
-    known = {_UNIT_OF[word] for word in words if word in _UNIT_OF}
-    return known, {word for word in words if word not in _UNIT_OF}, powers
-
-
-def _same_unit(a: str, b: str) -> bool:
-    """Equal, or one side has none; words that are no units (more apples, apples) may be fewer."""
-    (known, words, powers), (known_b, words_b, powers_b) = _unit_parts(a), _unit_parts(b)
-    equal = known == known_b and powers == powers_b
-    return not a or not b or (equal and (words <= words_b or words_b <= words))
+def _unit_words(unit: str) -> set[str]:
+    """
+    >>> _unit_words("square feet") == _unit_words("ft^2"), _unit_words("cm^2") == _unit_words("cm")
+    (True, False)
+    """
+    words = (word.rstrip("s") or word for word in re.findall(r"[a-z]+|\d", unit.lower()))
+    return {_UNIT_OF.get(word, word) for word in words} - {"per", "unit"}
 
 
 def _words(text: str) -> list[str]:
@@ -624,7 +577,7 @@ def _same_leaf(prediction: str, gold: str, tolerance: float | None) -> bool:
     prediction, unit = _unit(prediction, loose=True)
     gold, gold_unit = _unit(gold, loose=False)
     percent = (unit == "%") - (gold_unit == "%")
-    if not percent and not _same_unit(unit, gold_unit):
+    if unit and gold_unit and _unit_words(unit) != _unit_words(gold_unit):
         return False
     if _is_words(prediction) or _is_words(gold):
         return _words(prediction) == _words(gold) != []
@@ -653,10 +606,14 @@ def _parse(text: str):
     from sympy import I
 
     text = text.replace('"degree"', r"\cdot\frac{\pi}{180}")
-    if len(text) > MAX_LEAF or re.search(r"(?<![_\d])\d+\s+\d|['\"%#]", text):
+    odd = re.search(r"(?<![_\d])\d+\s+\d|['\"%#]", text)
+    if odd or len(text) > MAX_LEAF or _depth(text) > MAX_DEPTH:
         raise ValueError("no expression")
     text = re.sub(
-        r"(\d+(?=\.)|(?=\.\d))\.(\d*)(?:\\overline\{(\d+)\})?", _exact_decimal, text, flags=re.ASCII
+        r"(\d+(?=\.)|(?=\.\d))\.(\d*)(?:\\(?:overline|dot)\{(\d+)\})?",
+        _exact_decimal,
+        text,
+        flags=re.ASCII,
     )
     # the parser takes R and r for one symbol, so R becomes r with a hat
     text = re.sub(
@@ -679,12 +636,10 @@ def _size(tree) -> float:
         size = sizes[0] * 10 ** min(sizes[1], 9)
     elif isinstance(tree, sympy.factorial | sympy.binomial | sympy.gamma | sympy.exp):
         size = 10 ** min(sizes[0], 9) * sizes[0]
-    elif isinstance(tree, sympy.Mul):
-        size = sum(sizes)
-    elif isinstance(tree, sympy.Sum | sympy.Product) and max(sizes) > 4:
+    elif isinstance(tree, sympy.Sum | sympy.Product) and max(sizes[1:]) > 5:
         raise OverflowError("a long sum")
     else:
-        size = max(sizes, default=1.0) + math.log10(len(sizes) or 1)
+        size = max(sizes) + 1 if sizes else 1.0
     if size > MAX_DIGITS:
         raise OverflowError("a huge number")
     return size
@@ -700,7 +655,7 @@ def _algebra(prediction: str, gold: str, tolerance: float | None, *, multiple=Fa
 
     try:
         a, b = _parse(prediction), _parse(gold)
-        if isinstance(a, Expr) and isinstance(b, Expr) and not (a.is_Matrix or b.is_Matrix):
+        if all(isinstance(side, Expr) and not side.is_Matrix for side in (a, b)):
             _size(a), _size(b)
             symbols = sorted(a.free_symbols | b.free_symbols, key=str)
             if not symbols:
@@ -741,13 +696,12 @@ def _same_function(a, b, symbols: list, multiple: bool) -> bool | None:
 
     import sympy
 
-    rounded = a.atoms(sympy.floor, sympy.ceiling) | b.atoms(sympy.floor, sympy.ceiling)
-    whole = (sympy.factorial, sympy.binomial, sympy.Sum, sympy.Product)
-    integers = a.has(*whole) or b.has(*whole)
+    pair = sympy.Tuple(a, b)
+    rounded = pair.atoms(sympy.floor, sympy.ceiling)
+    integers = pair.has(sympy.factorial, sympy.binomial, sympy.Sum, sympy.Product)
     integers |= bool(rounded) and not any(part.args[0].is_Symbol for part in rounded)
-    imaginary = a.has(sympy.I) or b.has(sympy.I)
-    parts = a.atoms(sympy.Pow, sympy.log) | b.atoms(sympy.Pow, sympy.log)
-    roots = [part for part in parts if not (part.is_Pow and part.exp.is_Integer)]
+    powers = pair.atoms(sympy.Pow, sympy.log)
+    roots = [part for part in powers if not (part.is_Pow and part.exp.is_Integer)]
     draw, values = random.Random(0), []
     for trial in range(10):
         numbers = [sympy.Rational(draw.randint(1, 1000), 97) for _ in symbols]
@@ -757,11 +711,9 @@ def _same_function(a, b, symbols: list, multiple: bool) -> bool | None:
             numbers = [number * draw.choice((-1, 1)) for number in numbers]
         point = dict(zip(symbols, numbers, strict=True))
         x, y = (side.xreplace(point).doit().evalf(50) for side in (a, b))
-        if not all(value.is_number and value.is_finite for value in (x, y)):
-            continue
-        if not imaginary and not all(
-            value.is_real for value in (x, y, *(root.xreplace(point).evalf(15) for root in roots))
-        ):
+        parts = (x, y, *(root.xreplace(point).evalf(15) for root in roots))
+        real = pair.has(sympy.I) or all(part.is_real for part in parts)
+        if not (real and x.is_number and x.is_finite and y.is_number and y.is_finite):
             continue
         values.append((x, y))
         if multiple and min(abs(x), abs(y)) < 10**-30:
@@ -777,10 +729,8 @@ def _same_function(a, b, symbols: list, multiple: bool) -> bool | None:
 
 def _compare(request: dict) -> bool:
     prediction, gold = _clean(request["prediction"]), _clean(request["gold"])
-    if _squash(prediction) == _squash(gold):
-        return True
-    depth = max((depth for side in (prediction, gold) for _, _, depth in _nesting(side)), default=0)
-    return depth <= MAX_DEPTH and _same(prediction, gold, request["tolerance"])
+    deep = max(_depth(prediction), _depth(gold)) > MAX_PARENTHESES
+    return not deep and _same(prediction, gold, request["tolerance"])
 
 
 def _worker() -> None:
@@ -815,57 +765,36 @@ class _Worker:
 
     def __init__(self):
         self.channel, theirs = socket.socketpair()
-        self.timed_out = False
-        environment = {
-            "PATH": os.environ.get("PATH", ""),
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "LANG": "C.UTF-8",
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
+        self.answers, self.timed_out = self.channel.makefile("rb"), False
+        path = os.pathsep.join(filter(None, sys.path))
         self.process = subprocess.Popen(
             [sys.executable, os.path.abspath(__file__), "--math-worker"],
             stdin=theirs,
             stdout=subprocess.DEVNULL,
-            env=environment,
+            env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},  # and none of the host's secrets
             start_new_session=True,  # Ctrl-C is the host's business
         )
         theirs.close()
-        if self._receive(time.monotonic() + START_S) != b"ready\n":
+        if self.ask(b"", START_S) != b"ready\n":
             self.close()
             raise RuntimeError(
                 "the math worker did not start, see its message above; is math-verify installed? "
                 "(pip install -r requirements.txt)"
             )
 
-    def _receive(self, deadline: float) -> bytes:
-        """One line; b"" if the worker has ended or the deadline has passed."""
-        line = b""
+    def ask(self, line: bytes, wall_s: float) -> bytes:
+        """The line that it answers; b"" if it died or the time is up: it is of no use then."""
         try:
-            while not line.endswith(b"\n"):
-                self.channel.settimeout(max(deadline - time.monotonic(), 0.001))
-                part = self.channel.recv(64)
-                if not part:
-                    return b""
-                line += part
+            self.channel.settimeout(wall_s)
+            self.channel.sendall(line)
+            return self.answers.readline()
         except OSError as error:
             self.timed_out = isinstance(error, TimeoutError)
             return b""
-        return line
-
-    def ask(self, request: dict) -> bool | None:
-        """The verdict; None if the worker died or broke a limit: it is of no use then."""
-        deadline = time.monotonic() + MATH_WALL_S
-        try:
-            self.channel.settimeout(MATH_WALL_S)
-            self.channel.sendall(json.dumps(request).encode() + b"\n")
-        except OSError as error:
-            self.timed_out = isinstance(error, TimeoutError)
-            return None
-        return {b"1\n": True, b"0\n": False}.get(self._receive(deadline))
 
     def close(self) -> str:
         """Ends the process; what it ended of, as `counts` calls it."""
+        self.answers.close()
         self.channel.close()
         if self.timed_out:
             self.process.kill()
@@ -877,38 +806,33 @@ class _Worker:
         return "math_limit" if self.timed_out or code == -signal.SIGPROF else "math_worker_died"
 
 
-class _Pool:
-    """At most `size` workers, each started when all others are busy, and kept."""
-
-    def __init__(self, size: int):
-        self.slots, self.idle, self.lock = threading.BoundedSemaphore(size), [], threading.Lock()
-
-    def ask(self, request: dict) -> bool:
-        with self.slots:
-            with self.lock:
-                worker = self.idle.pop() if self.idle else None
-            worker = worker or _Worker()
-            verdict = None
-            try:
-                verdict = worker.ask(request)
-            finally:  # after a KeyboardInterrupt too: nobody may read that answer later
-                ended = worker.close() if verdict is None else ""
-            if verdict is None:
-                _count(ended)
-                return False
-            with self.lock:
-                self.idle.append(worker)
-            return verdict
-
-    def close(self) -> None:
-        with self.lock:
-            while self.idle:
-                self.idle.pop().close()
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-_counts = {"math_asked": 0, "math_limit": 0, "math_worker_died": 0, "math_unusable_gold": 0}
+_idle: list[_Worker] = []
+_slots = threading.BoundedSemaphore(_cores())
 _lock = threading.Lock()
-_pool: _Pool | None = None
+_counts = {"math_asked": 0, "math_limit": 0, "math_worker_died": 0, "math_unusable_gold": 0}
+
+
+def _ask(request: dict) -> bool:
+    """A worker's verdict. At most one worker a core, started when all others are busy, and kept."""
+    line = json.dumps(request).encode() + b"\n"
+    with _slots:
+        try:
+            worker = _idle.pop()
+        except IndexError:
+            worker = _Worker()
+        verdict = None
+        try:
+            verdict = {b"1\n": True, b"0\n": False}.get(worker.ask(line, MATH_WALL_S))
+        finally:  # after a KeyboardInterrupt too: nobody may read that answer later
+            if verdict is None:
+                _count(worker.close())
+            else:
+                _idle.append(worker)
+    return bool(verdict)
 
 
 def _count(name: str) -> None:
@@ -923,31 +847,16 @@ def counts() -> dict[str, int]:
         return dict(_counts)
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def _workers() -> _Pool:
-    global _pool
-    with _lock:
-        if _pool is None:
-            _pool = _Pool(_cores())
-        return _pool
-
-
 def close() -> None:
-    """Ends the math workers; the next comparison starts new ones."""
-    global _pool
-    with _lock:
-        pool, _pool = _pool, None
-    if pool is not None:
-        pool.close()
+    """Ends the idle math workers; the next comparison starts new ones."""
+    while _idle:
+        _idle.pop().close()
 
 
 def _forget_workers() -> None:
     """A forked child must not talk to its parent's workers."""
-    global _pool, _lock
-    _pool, _lock = None, threading.Lock()
+    global _idle, _slots, _lock
+    _idle, _slots, _lock = [], threading.BoundedSemaphore(_cores()), threading.Lock()
 
 
 atexit.register(close)
@@ -996,7 +905,7 @@ def _decide(given: str, gold: str, tolerance: float | None) -> bool | None:
         return close
     _count("math_asked")
     request = {"prediction": given, "gold": wanted, "tolerance": tolerance, "cpu_s": MATH_CPU_S}
-    return _workers().ask(request)
+    return _ask(request)
 
 
 def math_equal(prediction: str, gold: str, *, tolerance: float | None = None) -> bool | None:
@@ -1044,34 +953,25 @@ def extract_code(response: str) -> str:
     _, tag, solution = text.rpartition("<solution>")
     if tag:
         text = solution.partition("</solution>")[0]
-    lines = text.split("\n")
-    fences = [(n, match) for n, line in enumerate(lines) if (match := _FENCE.fullmatch(line))]
-    if not fences:
-        return text.strip("\n") if tag else ""
-    if len(fences) == 1 and not fences[0][1][3] and not "".join(lines[fences[0][0] + 1 :]).strip():
-        return "\n".join(lines[: fences[0][0]]).strip("\n")
-    blocks: list[tuple[str, str]] = []
-    opened: tuple[int, re.Match] | None = None
-    for n, match in [*fences, (len(lines), None)]:
-        if opened is None:
-            opened = (n, match)
-            continue
-        start, fence = opened
-        closes = match is None or (
-            match[2].startswith(fence[2]) and not match[3] and not match[4].strip()
-        )
-        if closes:
+    lines, blocks, fence, first = text.split("\n"), [], None, None
+    for number, line in enumerate(lines):
+        match = _FENCE.fullmatch(line)
+        if fence is None and match:
+            fence, first = match, number if first is None else first
+            blocks.append((match[3].lower(), []))
+        elif match and match[2].startswith(fence[2]) and not match[3] and not match[4].strip():
+            fence = None
+        elif fence:
             indent = len(fence[1])
-            body = [
-                line[indent:] if not line[:indent].strip() else line
-                for line in lines[start + 1 : n]
-            ]
-            blocks.append((fence[3].lower(), "\n".join(body).strip("\n")))
-            opened = None
+            blocks[-1][1].append(line if line[:indent].strip() else line[indent:])
+    if first is None:
+        return text.strip("\n") if tag else ""
+    if fence and len(blocks) == 1 and not blocks[0][0] and not "".join(blocks[0][1]).strip():
+        return "\n".join(lines[:first]).strip("\n")
     for languages in (_PYTHON, {""}):
         for language, body in reversed(blocks):
             if language in languages:
-                return body
+                return "\n".join(body).strip("\n")
     return ""
 
 
@@ -1096,11 +996,6 @@ class CodeVerdict:
 
 _FLOAT = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 TOLERANCE = 1e-6  # absolute or relative, only where a float is expected
-
-
-def _near(given: float, expected: float) -> bool:
-    finite = math.isfinite(given) and math.isfinite(expected)
-    return finite and math.isclose(given, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
 def _same_stdout(given: str, expected: str) -> bool:
@@ -1129,7 +1024,7 @@ def _same_token(given: str, expected: str) -> bool:
     return bool(floats) and not expected.lstrip("+-").isdigit() and _near(given, expected)
 
 
-def _near(given, expected) -> bool:
+def _near(given: str | float, expected: str | float) -> bool:
     x, y = float(given), float(expected)
     finite = math.isfinite(x) and math.isfinite(y)
     return finite and math.isclose(x, y, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
@@ -1162,22 +1057,15 @@ def _same_result(given: str | None, expected: str) -> bool:
 
 
 def _same_value(given, expected) -> bool:
-    if isinstance(expected, list):
-        return (
-            isinstance(given, list)
-            and len(given) == len(expected)
-            and all(map(_same_value, given, expected))
-        )
-    if isinstance(expected, dict):
-        return (
-            isinstance(given, dict)
-            and given.keys() == expected.keys()
-            and all(_same_value(given[key], expected[key]) for key in expected)
-        )
     if isinstance(expected, bool) or isinstance(given, bool):  # True == 1 in Python
         return given is expected
     if isinstance(expected, float):
         return isinstance(given, int | float) and _near(given, expected)
+    if isinstance(expected, list) and isinstance(given, list):
+        return len(given) == len(expected) and all(map(_same_value, given, expected))
+    if isinstance(expected, dict) and isinstance(given, dict):
+        same = (_same_value(given.get(key), value) for key, value in expected.items())
+        return given.keys() == expected.keys() and all(same)
     return given == expected
 
 
@@ -1264,14 +1152,10 @@ def score_batch(pairs: Iterable, *, workers: int | None = None, **kw) -> list[fl
 
 def _show() -> None:
     """A few answers of each kind, judged."""
-    answers = [("541", "540"), ("025", "25"), (r"\frac{\sqrt2}{2}", r"\frac{1}{\sqrt{2}}")]
-    answers += [("5=6", "6"), ("2, -1", "-1,2"), ("y = -x/2 + 3/4", "2x+4y-3=0"), ("5 km", "5 m")]
-    for prediction, gold in answers:
-        start = time.perf_counter()
-        verdict = math_equal(prediction, gold)
-        milliseconds = (time.perf_counter() - start) * 1000
-        print(f"{prediction:>18}  for  {gold:<20} {verdict!s:6} {milliseconds:8.2f} ms")
-    print("comparisons:", counts())
+    pairs = [("541", "540"), ("025", "25"), (r"\frac{\sqrt2}{2}", r"\frac{1}{\sqrt{2}}")]
+    pairs += [("5=6", "6"), ("2, -1", "-1,2"), ("y = -x/2 + 3/4", "2x+4y-3=0"), ("5 km", "5 m")]
+    for prediction, gold in pairs:
+        print(f"{prediction:>18}  for  {gold:<20} {math_equal(prediction, gold)}")
     sandbox.configure("best")
     tests = {"inputs": ["1 2\n", "5 5\n"], "outputs": ["3\n", "10\n"], "fn_name": None}
     for line in ("print(sum(map(int, input().split())))", "print(3)", "while True: pass"):

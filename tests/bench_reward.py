@@ -10,19 +10,26 @@ of AIME and MATH-500. Plain means verify(parse(gold in a box), parse(response)) 
 timeouts on, as math-verify's README has it. Code rows (APPS, CodeContests) are judged by their own
 golds; without any, made-up programs of some 20 ms.
 
-All is measured in this one run, `--repeat` times in turns, the best time of each counting: CPU
-seconds (workers included), which other load on the machine hardly changes, for the ratio to plain;
-wall seconds for the scaling.
+First each process judges all pairs once: these verdicts are compared, and afterwards parsers and
+caches are as warm as in a long run. What is timed are the same pairs with every number changed (no
+cache knows them), `--repeat` times in turns, in this one run, the best time of each counting: CPU
+seconds (workers included), which other load on the machine changes little, for the ratio to plain;
+wall seconds for the scaling. The share of the CPU seconds that are the host's says what scaling is
+possible: a host with 5 % keeps 20 workers busy. Last, workers and programs that only wait: what the
+machinery itself allows, also on a machine with few or busy cores.
 """
 
 import argparse
 import json
 import logging
 import os
+import re
 import resource
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import BoundedSemaphore
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -95,53 +102,112 @@ def ours(pairs: list, threads: int) -> list[bool]:
         return list(pool.map(lambda pair: reward.math_reward(*pair[:2]) == 1.0, pairs))
 
 
-def cpu_s() -> float:
-    """CPU seconds of this process and of its workers, of these also while they live."""
-    ticks = os.sysconf("SC_CLK_TCK")
-    spent = resource.getrusage(resource.RUSAGE_SELF)
-    total = spent.ru_utime + spent.ru_stime
-    for worker in reward._workers().idle:
+def cpu_s() -> tuple[float, float]:
+    """CPU seconds of this process, and of its math workers."""
+    spent, workers = resource.getrusage(resource.RUSAGE_SELF), 0.0
+    for worker in reward._idle:
         with open(f"/proc/{worker.process.pid}/stat") as stat:
             user, system = stat.read().rpartition(")")[2].split()[11:13]
-        total += (int(user) + int(system)) / ticks
-    return total
+        workers += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return spent.ru_utime + spent.ru_stime, workers
 
 
-def timed(run, *arguments) -> tuple[list, float, float]:
-    """(what it returns, wall seconds, CPU seconds)."""
-    start, start_cpu = time.perf_counter(), cpu_s()
+def timed(run, *arguments) -> tuple[list, float, float, float]:
+    """(what it returns, wall seconds, CPU seconds with workers, CPU seconds without)."""
+    start, (host, workers) = time.perf_counter(), cpu_s()
     result = run(*arguments)
-    return result, time.perf_counter() - start, cpu_s() - start_cpu
+    wall, (host_after, workers_after) = time.perf_counter() - start, cpu_s()
+    own = host_after - host
+    return result, wall, own + workers_after - workers, own
 
 
-def timed_math(pairs: list, threads: int) -> tuple[list, float, float]:
-    reward.close()  # fresh workers: they keep what they parsed
-    ours([(rf"\boxed{{{n}(k+1)}}", f"{n}k+{n}", True) for n in range(20 * threads)], threads)
-    return timed(ours, pairs, threads)
+def with_workers(pairs: list, threads: int) -> None:
+    """So many fresh workers, each of which has judged all pairs once."""
+    reward.close()
+    reward._idle.extend(reward._Worker() for _ in range(threads))
+    for worker in reward._idle:
+        for text, gold, _ in pairs:
+            given = reward.extract_answer(text)
+            request = {"prediction": given, "gold": gold, "tolerance": None, "cpu_s": 3.0}
+            worker.ask(json.dumps(request).encode() + b"\n", 30.0)
 
 
-def best(runs: list[tuple]) -> tuple[list, float, float]:
-    """The result of the last of some timed runs, the least wall and the least CPU seconds."""
-    return runs[-1][0], min(run[1] for run in runs), min(run[2] for run in runs)
+def renumbered(pairs: list, shift: int) -> list:
+    """Every integer is larger: pairs of the same kind, of which no cache knows one.
+
+    By how much changes from pair to pair, for a text stands in two of them: the second time a
+    single worker would remember what two workers may not.
+    """
+
+    def renumber(text: str, more: int) -> str:
+        return re.sub(r"\d+", lambda match: str(int(match[0]) + more), text, flags=re.ASCII)
+
+    moved = [(pair, shift + number % 7) for number, pair in enumerate(pairs)]
+    return [(renumber(text, n), renumber(gold, n), truth) for (text, gold, truth), n in moved]
 
 
-def show_math(pairs: list, plain_run: tuple, runs: dict[int, tuple]) -> None:
-    print(f"{'math':<22}{'pairs/CPU-s':>12}{'x plain':>9}{'pairs/s':>9}{'scaling':>9}{'right':>7}")
-    base = min(runs)
-    rows = [("math-verify, plain", plain_run)]
-    rows += [(f"reward.py, {n} threads", run) for n, run in runs.items()]
-    for name, (verdicts, wall, cpu) in rows:
-        right = sum(verdict == pair[2] for verdict, pair in zip(verdicts, pairs, strict=True))
+def best(runs: list[tuple]) -> tuple[float, float, float]:
+    """The least wall, CPU and host's CPU seconds of some timed runs."""
+    return tuple(min(run[i] for run in runs) for i in (1, 2, 3))
+
+
+def show_math(n_pairs: int, runs: dict[str, list[tuple]]) -> None:
+    """runs: name -> its timed runs; plain first, then reward.py with its least threads."""
+    heads = ("pairs/CPU-s", "x plain", "host", "pairs/s", "scaling")
+    print(f"{'math':<22}{''.join(f'{head:>12}' for head in heads)}")
+    (_, plain_cpu, _), (base, _, _), *_ = map(best, runs.values())
+    for name, timed_runs in runs.items():
+        wall, cpu, host = best(timed_runs)
         print(
-            f"{name:<22}{len(pairs) / cpu:12.0f}{plain_run[2] / cpu:9.1f}{len(pairs) / wall:9.0f}"
-            f"{runs[base][1] / wall:9.2f}{right:7} of {len(pairs)}"
+            f"{name:<22}{n_pairs / cpu:12.0f}{plain_cpu / cpu:12.1f}{host / cpu:12.1%}"
+            f"{n_pairs / wall:12.0f}{base / wall:12.2f}"
         )
-    print(reward.counts())
+
+
+class WaitingWorker:
+    """In the place of a math worker: 5 ms of nobody's CPU."""
+
+    def ask(self, line: bytes, wall_s: float) -> bytes:
+        time.sleep(0.005)
+        return b"1\n"
+
+    def close(self) -> str:
+        return ""
+
+
+def show_waiting(counts: list[int]) -> None:
+    print(f"\n{'waiting':<22}{'pairs/s':>12}{'scaling':>12}{'tests/s':>12}{'scaling':>12}")
+    tests = {"inputs": ["1\n"] * 4, "outputs": ["1\n"] * 4, "fn_name": None}
+    task = data.Task("wait", "code", "?", tests=tests)
+    program = "```python\nimport time\ntime.sleep(0.05)\nprint(input())\n```"
+    bases = None
+    for n in counts:
+        reward.close()
+        reward._slots, reward._idle[:] = BoundedSemaphore(n), [WaitingWorker() for _ in range(n)]
+        pairs = [(rf"\boxed{{{k}(k+1)}}", f"{k}k+{k}", True) for k in range(100 * n)]
+        start = time.perf_counter()
+        ours(pairs, n)
+        per_s = len(pairs) / (time.perf_counter() - start)
+        reward.close()
+        sandbox.configure("best", workers=n)
+        reward.score_batch([(task, program)])
+        start = time.perf_counter()
+        reward.score_batch([(task, program)] * 5 * n, workers=n)
+        tests_per_s = 20 * n / (time.perf_counter() - start)
+        bases = bases or (per_s, tests_per_s)
+        scaling = (per_s / bases[0], tests_per_s / bases[1])
+        print(f"{n:<22}{per_s:12.0f}{scaling[0]:12.2f}{tests_per_s:12.0f}{scaling[1]:12.2f}")
+
+
+def show_disagreements(pairs: list, mine: list, theirs: list) -> None:
+    for name, verdicts in (("reward.py", mine), ("math-verify, plain", theirs)):
+        right = sum(verdict == truth for verdict, (*_, truth) in zip(verdicts, pairs, strict=True))
+        print(f"{name}: {right} of {len(pairs)} right")
     print("disagreements (response's box | gold):")
-    for (text, gold, truth), mine, other in zip(pairs, runs[base][0], plain_run[0], strict=True):
-        if mine != other:
-            who = "reward.py" if mine == truth else "math-verify"
-            print(f"  {reward.extract_answer(text)!r} | {gold!r}: reward.py {mine}; right: {who}")
+    for (text, gold, truth), my, their in zip(pairs, mine, theirs, strict=True):
+        if my != their:
+            who = "reward.py" if my == truth else "math-verify"
+            print(f"  {reward.extract_answer(text)!r} | {gold!r}: reward.py {my}; right: {who}")
 
 
 def main() -> None:
@@ -155,24 +221,31 @@ def main() -> None:
     sandbox.configure("best")
     rows, code_files = read_rows(options.files)
     pairs, programs = math_pairs(rows, options.responses), code_pairs(code_files)
-    plain(pairs[:5])  # both sides start with their imports done and the parser warm
+    theirs, mine = plain(pairs), ours(pairs, 1)
 
-    plain_runs, math_runs, code_runs = [], {}, {}
+    math_runs, code_runs = {}, {}
+    fresh = sum((renumbered(pairs, shift) for shift in (1, 8, 15)), [])
     for _ in range(options.repeat):
-        plain_runs.append(timed(plain, pairs))
+        for n in (0, *options.threads):
+            name = f"reward.py, {n} threads" if n else "math-verify, plain"
+            with_workers(pairs, n)
+            run = timed(ours, fresh, n) if n else timed(plain, fresh)
+            math_runs.setdefault(name, []).append(run)
         for n in options.threads:
-            math_runs.setdefault(n, []).append(timed_math(pairs, n))
-            judge = timed(lambda n=n: reward.score_batch(programs, workers=n))
-            assert set(judge[0]) == {1.0}
-            code_runs.setdefault(n, []).append(judge)
-    show_math(pairs, best(plain_runs), {n: best(runs) for n, runs in math_runs.items()})
+            judged = timed(partial(reward.score_batch, workers=n), programs)
+            assert set(judged[0]) == {1.0}
+            code_runs.setdefault(n, []).append(judged)
+    show_math(len(fresh), math_runs)
 
     tests = sum(len(task.tests["inputs"]) for task, _ in programs)
-    base = best(code_runs[min(code_runs)])[1]
-    print(f"\n{'code':<22}{'tests/s':>12}{'scaling':>9}")
+    base = best(code_runs[options.threads[0]])[0]
+    print(f"\n{'code':<22}{'tests/s':>12}{'scaling':>12}")
     for n, runs in code_runs.items():
-        wall = best(runs)[1]
-        print(f"{f'score_batch, {n}':<22}{tests / wall:12.0f}{base / wall:9.2f}")
+        wall = best(runs)[0]
+        print(f"{f'score_batch, {n}':<22}{tests / wall:12.0f}{base / wall:12.2f}")
+    print(reward.counts())
+    show_disagreements(pairs, mine, theirs)
+    show_waiting([1, 2, 4, 8, 16])
 
 
 if __name__ == "__main__":

@@ -112,14 +112,6 @@ def loaded(folder: Path, out: Path) -> None:
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
-def torchrun(*argv) -> None:
-    """A script on two ranks, to its end."""
-    done = subprocess.run(
-        [*LAUNCH, *map(str, argv)], capture_output=True, text=True, env=ENVIRONMENT, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.fixture(scope="module")
 def probes(tmp_path_factory) -> dict[int, dict]:
     out = tmp_path_factory.mktemp("probes")
@@ -153,8 +145,8 @@ def test_two_ranks_are_one(probes, case, mode):
 def started(tmp_path_factory) -> Path:
     """The run r2 of two ranks: a cold start, two steps and the evaluation."""
     out = tmp_path_factory.mktemp("two")
-    small = ["--sft-traces", 300, "--sft-steps", 30]
-    torchrun(ROOT / "train.py", "--out", out, "--name", "r2", *small, *STEPS, "--steps", 2)
+    argv = ["--out", out, "--name", "r2", "--sft-traces", 300, "--sft-steps", 30, *STEPS]
+    two_ranks(out / "output", train.main, [*map(str, argv), "--steps", "2"])
     return out
 
 

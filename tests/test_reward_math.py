@@ -393,6 +393,75 @@ n=2^{10}=1023 ✗ 1023
 5 \neq 6 ✗ 6
 5\text{ is wrong, it is } 6 ✗ 6
 0 ✗ \emptyset
+E = (2, 3) ✓ E(2,3)
+P(2,3) ✗ Q(2,3)
+x \in \{-1, 2\} ✓ \{2,-1\}
+2x=3, 2y=1 ✗ (3,1)
+x=1, y=2 ✗ a=1, b=2
+x=\pm 3 ✓ x=3, x=-3
+1\pm\sqrt{2}, 3 ✓ 3, 1+\sqrt2, 1-\sqrt2
+1,1,2 ✗ 1,2,2
+\{1,2\} ✗ \{1,2,3\}
+\{1,2,3\} ✗ \{1,2\}
+{1,2} ✓ 2,1
+1:2:3 ✗ 1:4:3
+AB:BC=2:3 ✓ 2:3
+1, 2 ✗ [1,2]
+((((((((((((((((((((5)))))))))))))))))))) ✓ 5
+((5) ✗ 6
+{5} ✓ 5
+5=6 ✗ 7=8
+5=6 ✗ \{1,2\}
+5!=120 ✓ 120
+x != 3 ✓ x \neq 3
+\mathrm{e}^2 ✓ e^2
+x \lt 2 ✓ (-\infty,2)
+θ ✓ \theta
+α+β ✓ \beta+\alpha
+\tan^2(y)+1 ✓ \sec^2(y)
+|20\cos(\frac{9\pi}{44})| ✓ \sqrt{400\cos^2(\frac{9\pi}{44})}
+\sqrt[3]{x^2-2}^2 ✓ (x^2-2)^{2/3}
+{6 \choose 3} ✓ 20
+\sum_{k=1}^{\infty} \frac{1}{k^2} ✓ \frac{\pi^2}{6}
+\lim_{n\to\infty}\frac{1}{n} ✓ 0
+k! ✓ k(k-1)!
+0.\dot{3} ✓ \frac13
+123,456.5 ✓ 123456.5
+\$1,234.50 ✓ 1234.5
+12,34.5 ✗ 1234.5
+1 234 ✓ 1234
+€5 ✓ 5
+A. 5 ✓ 5
+(A)\ 5 ✗ 6
+A) 5 ✓ A
+5 sq cm ✓ 5\text{ cm}^2
+5 \text{ m/s}^2 ✗ 5 \text{ m/s}
+5 \text{ cm} ✓ 5 \text{ centimeters}
+5 \text{ hours} ✗ 5 \text{ days}
+M = \begin{pmatrix}1&2\\3&4\end{pmatrix} ✓ \begin{pmatrix}1&2\\3&4\end{pmatrix}
+\begin{pmatrix}1&2\\3&4\end{pmatrix} ✓ \begin{pmatrix}1.0&2\\3&\frac{8}{2}\end{pmatrix}
+\begin{pmatrix}1&2\\3&4\end{pmatrix} ✗ \begin{pmatrix}1&2\\3&4.001\end{pmatrix}
+\begin{bmatrix}x&y\end{bmatrix} ✗ \begin{bmatrix}y&x\end{bmatrix}
+\begin{vmatrix}1&2\\3&4\end{vmatrix} ✗ \begin{pmatrix}1&2\\3&4\end{pmatrix}
+(0,2)\cup(1,3) ✓ (0,3)
+(0,1)\cup(2,3) ✗ (0,1)\cup(2,4)
+\{x | x > 2\} ✓ (2, \infty)
+\{x \in \mathbb{R} : x > 2\} ✓ (2,\infty)
+x<2 ✗ (-\infty,2]
+1\le x<2 ✓ [1,2)
+1<x<2 ✗ [1,2)
+x>2 ✗ x>3
+x \ge 0 ✗ 0
+2<x ✓ x>2
+0<a<\frac{1}{e} ✗ (0,\frac{1}{e}]
+0<x<10^{20} ✗ 0<x<10^{20}+1
+m<-2 \text{ or } m>2 ✗ (-\infty,-2]\cup[2,\infty)
+2(x+1) = 6 ✓ x = 2
+101_2 ✗ 110_2
+n\equiv 1 \pmod 3 ✗ n \equiv 2 \pmod{3}
+2\mathbf{i}+3\mathbf{j} ✗ 2\mathbf{i}-3\mathbf{j}
+(\frac{\pi}{3}, \frac{2\pi}{3}) ✗ (\frac{2\pi}{3}, \frac{\pi}{3})
+\frac{1}{2} = 0.6 ✗ 0.6
 """
 
 # A choice each, with its reason. "The box" is always the last one.
@@ -438,6 +507,8 @@ POLICY = [
     (False, "(1,2)", "[1,2]", "an end of an interval counts"),
     (True, r"\boxed{x^2+y^2=25}", "25", "what the question asks for may be named"),
     (False, "25", "x^2+y^2=25", "but an equation is asked for as a whole"),
+    (False, "x>0", "y>0", "an inequality is about its variable"),
+    (False, r"\text{Answer: }5", "5", "prose, also in a box"),
 ]
 
 
@@ -607,7 +678,7 @@ BURNER = r"\int_0^1 \sqrt{1+x^3}\ln(1+\sin x) dx"  # nothing forbids it, and it 
 
 
 def workers() -> list[reward._Worker]:
-    return reward._workers().idle
+    return reward._idle
 
 
 def gone(pid: int, seconds: float) -> bool:
@@ -661,7 +732,7 @@ def test_after_ctrl_c_a_worker_is_not_used_again(monkeypatch):
     assert math_equal("2(k+1)", "2k+2") is True
     pid, idle = workers()[-1].process.pid, len(workers())
 
-    def interrupted(worker, request):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -688,7 +759,7 @@ def test_workers_end_with_their_host_even_when_busy():
 import sys, threading; sys.path.insert(0, {os.path.dirname(reward.__file__)!r})
 import reward
 reward.math_equal("2(k+1)", "2k+2")
-print(reward._workers().idle[0].process.pid, flush=True)
+print(reward._idle[0].process.pid, flush=True)
 if len(sys.argv) > 1:
     reward.MATH_CPU_S = 0.5
     threading.Thread(target=reward.math_equal, args=({BURNER!r}, "5")).start()

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 
-SMALL = ["--sft-traces", "400", "--sft-steps", "40", "--eval-tasks", "12", "--tasks-per-step", "3"]
+SMALL = ["--sft-traces", "300", "--sft-steps", "30", "--eval-tasks", "6", "--tasks-per-step", "3"]
 
 
 def command(*argv) -> None:
