@@ -757,7 +757,8 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", metavar="FOLDER", help="the model: it designs and executes")
+    add("--model", metavar="FOLDER|NAME",
+        help="the model, a folder or its name on the hub: it designs and executes")  # fmt: skip
     add("--data", default="toy", metavar="toy|DATA",
         help="toy (held-out tasks, the default), or data sets and JSONL or Parquet files, with "
         f"commas between them; the data sets are {', '.join(DATASETS)}")  # fmt: skip
@@ -806,9 +807,9 @@ def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -
             if getattr(args, name):
                 flag = f"--{name.replace('_', '-')}"
                 raise UsageError(f"{flag} needs --system designed: {args.system} asks no designer")
-    for folder in (args.model, args.executor_model):
-        if folder:
-            check_folder(folder)
+    for name in ("model", "executor_model"):
+        if getattr(args, name):
+            setattr(args, name, str(find_model(getattr(args, name))))
     for name in data_names(args.data):
         if name not in ("toy", *DATASETS) and not Path(name).is_file():
             known = ", ".join(("toy", *DATASETS))
