@@ -120,7 +120,6 @@ from grpo import (
     policy_loss,
     tokens_and_forwards,
 )
-from plan import SHAPES, Shape, generation_plan, memory_plan
 from reward import score
 from sandbox import SandboxError, ScriptPool, configure, in_force
 from sft import Example, batches, collect, cosine, encode, read_examples, supervised_loss
@@ -1687,6 +1686,98 @@ def work(config: Config, folder: Path, world: World | None, examples: list[Examp
 
 
 # --- does it fit? ---
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers of a Qwen3 model's config.json that decide its size."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    tied: bool
+    head_dim: int = 128
+    vocabulary: int = 151_936
+
+    def layer(self) -> int:
+        """Parameters of a decoder layer: attention with its two head norms, MLP, two norms."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        norms = 2 * self.hidden + 2 * self.head_dim
+        return attention + 3 * self.hidden * self.intermediate + norms
+
+    def outside(self) -> int:
+        """Parameters outside of the layers: embedding, head where it is not tied, last norm."""
+        return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
+
+    def parameters(self) -> int:
+        """
+        >>> SHAPES["Qwen/Qwen3-8B"].parameters(), SHAPES["Qwen/Qwen3-0.6B"].parameters()
+        (8190735360, 596049920)
+        """
+        return self.layers * self.layer() + self.outside()
+
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values that a token takes in the engine, in 16 bits.
+
+        >>> SHAPES["Qwen/Qwen3-8B"].kv_bytes()     # 2 x 36 layers x 8 heads x 128 x 2 bytes
+        147456
+        """
+        return 2 * self.layers * self.kv_heads * self.head_dim * 2
+
+
+SHAPES = {
+    "Qwen/Qwen3-0.6B": Shape(1024, 28, 3072, 16, 8, tied=True),
+    "Qwen/Qwen3-1.7B": Shape(2048, 28, 6144, 16, 8, tied=True),
+    "Qwen/Qwen3-4B": Shape(2560, 36, 9728, 32, 8, tied=True),
+    "Qwen/Qwen3-8B": Shape(4096, 36, 12288, 32, 8, tied=False),
+}
+
+
+def memory_plan(
+    shape: Shape, *, ranks: int, optimizers: int, micro_batch: int, chunk: int, recompute: bool
+) -> dict[str, float]:
+    """What a GPU holds while it trains -> bytes, by arithmetic. micro_batch, chunk: tokens.
+
+    With P parameters, R ranks and A optimizers (stagewise training has one AdamW a role, A = 2),
+    each rank holds float32 master weights 4P/R, gradients 4P/R, moments 8PA/R. What computes is
+    gathered in 16 bits, and its gradient exists in 16 and in 32 bits until it is reduced: 2 + 2 + 4
+    bytes a parameter for two layers (one computes, the next one comes) and for what lies outside
+    of the layers. A micro-batch keeps one hidden state a layer and, with recomputation, the inside
+    of one layer at a time. Chunked log-probs hold up to three chunks of float32 logits. Allocators
+    and kernels take some more: tests/gpu_check.py measures.
+
+    >>> P = SHAPES["Qwen/Qwen3-8B"].parameters()
+    >>> [round(part * P / 8 / 1e9, 1) for part in (4, 4, 8 * 2)]
+    [4.1, 4.1, 16.4]
+    """
+    p = shape.parameters()
+    inside = shape.head_dim * 2 * (shape.heads + shape.kv_heads) + 3 * shape.intermediate
+    layers = 1 if recompute else shape.layers
+    return {
+        "master weights, float32": 4 * p / ranks,
+        "gradients, float32": 4 * p / ranks,
+        f"AdamW moments, {optimizers} x": 8 * p * optimizers / ranks,
+        "gathered layers and head": 8 * (2 * shape.layer() + shape.outside()),
+        "hidden states": 2 * micro_batch * shape.hidden * (shape.layers + 1),
+        "inside a layer": 2 * micro_batch * (inside + 6 * shape.hidden) * layers,
+        "chunks of logits": 3 * 4 * chunk * shape.vocabulary,
+    }
+
+
+def generation_plan(shape: Shape, *, ranks: int, optimizers: int, engine: float) -> dict:
+    """What a GPU holds while it generates -> bytes. engine: bytes that the engine may take.
+
+    Generating and training take turns: gradients and activations don't exist now.
+    """
+    p = shape.parameters()
+    return {
+        "master weights, float32": 4 * p / ranks,
+        f"AdamW moments, {optimizers} x": 8 * p * optimizers / ranks,
+        "engine: weights, 16 bits": 2 * p,
+        "engine: keys and values": max(0.0, engine - 2 * p),
+    }
 
 
 def shape_of(config: Config) -> Shape:

@@ -22,7 +22,6 @@ IMPORTS = {
     "grpo": set(),
     "engine": set(),
     "data": set(),
-    "plan": set(),
     "reward": {"sandbox"},
     "execute": {"design", "sandbox"},
     "toy": {"data", "design", "engine"},
@@ -31,7 +30,7 @@ IMPORTS = {
     "demo": {"data", "design", "execute", "evaluate", "sandbox", "toy"},
     "train": {
         *("sandbox", "workflow", "design", "advantage", "grpo", "engine", "data"),
-        *("reward", "execute", "toy", "sft", "evaluate", "plan"),
+        *("reward", "execute", "toy", "sft", "evaluate"),
     },
 }
 FILES = sorted(path.stem for path in ROOT.glob("*.py"))
@@ -65,7 +64,7 @@ def test_a_leaf_can_be_copied_alone(name, tmp_path):
 
 
 def test_leaves_are_those_of_the_design():
-    want = "advantage data design engine grpo plan sandbox workflow"
+    want = "advantage data design engine grpo sandbox workflow"
     assert LEAVES == want.split()
 
 

@@ -1,4 +1,4 @@
-"""plan.py against real models, and what the full-run presets promise."""
+"""The memory plan against real models, and what the full-run presets promise."""
 
 import dataclasses
 
@@ -7,11 +7,10 @@ import torch
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 import engine
-import plan
 import train
 
 
-def model_of(shape: plan.Shape, **more) -> Qwen3ForCausalLM:
+def model_of(shape: train.Shape, **more) -> Qwen3ForCausalLM:
     """A Qwen3 of this shape without memory."""
     config = Qwen3Config(
         hidden_size=shape.hidden,
@@ -28,9 +27,9 @@ def model_of(shape: plan.Shape, **more) -> Qwen3ForCausalLM:
         return Qwen3ForCausalLM(config)
 
 
-@pytest.mark.parametrize("name", plan.SHAPES)
+@pytest.mark.parametrize("name", train.SHAPES)
 def test_parameters_are_those_of_transformers_own_model(name):
-    shape = plan.SHAPES[name]
+    shape = train.SHAPES[name]
     model = model_of(shape)
     assert shape.parameters() == sum(p.numel() for p in model.parameters())
     layer = model.model.layers[0]
@@ -38,7 +37,7 @@ def test_parameters_are_those_of_transformers_own_model(name):
 
 
 def test_bytes_of_a_token_are_those_of_a_real_cache():
-    shape = plan.Shape(64, 3, 96, 4, 2, tied=True, head_dim=32, vocabulary=50)
+    shape = train.Shape(64, 3, 96, 4, 2, tied=True, head_dim=32, vocabulary=50)
     cache = DynamicCache()
     for layer in range(shape.layers):
         states = torch.zeros(1, shape.kv_heads, 7, shape.head_dim, dtype=torch.bfloat16)
@@ -53,8 +52,8 @@ def test_the_8b_plan_by_hand():
     Gathered: 8 bytes for two layers of 192,946,432 and for 1,244,663,808 outside, 13.044 GB. Hidden
     states: 2 bytes x 16,384 tokens x 4,096 x 37 = 4.966 GB.
     """
-    shape = plan.SHAPES["Qwen/Qwen3-8B"]
-    found = plan.memory_plan(
+    shape = train.SHAPES["Qwen/Qwen3-8B"]
+    found = train.memory_plan(
         shape, ranks=8, optimizers=2, micro_batch=16_384, chunk=1024, recompute=True
     )
     want = {
