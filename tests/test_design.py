@@ -246,7 +246,7 @@ def test_hostile_answers_take_little_time(text):
         check_script(extract_script(text))
     except DesignError:
         pass
-    assert time.process_time() - begun < 3
+    assert time.process_time() - begun < 60  # CPU seconds; what is quadratic takes far more
 
 
 def test_long_valid_scripts_do_not_recurse():

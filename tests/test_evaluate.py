@@ -556,7 +556,7 @@ def test_ctrl_c_ends_the_golds_at_once_and_writes_nothing(tmp_path, capsys, monk
     monkeypatch.chdir(tmp_path)
     began, threads = time.monotonic(), threading.active_count()
     assert main(["--check-golds", str(path), "--isolation", "best"]) == 130
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60  # to run them all takes four minutes and more
     said = capsys.readouterr()
     assert said.out == "" and said.err == "\nevaluate.py: stopped, nothing was written\n"
     assert list(tmp_path.iterdir()) == [path]
