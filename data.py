@@ -646,6 +646,35 @@ def read_ids(path: str | Path) -> set[str]:
     return {task_id.strip() for task_id in ids} - {""}
 
 
+def load_evaluation(name_or_path: str | Path) -> tuple[list[Task], LoadReport]:
+    """A data set or file to measure on: of a data set with a test split, that one."""
+    has_test = name_or_path in DATASETS and "test" in DATASETS[name_or_path].splits
+    return load(name_or_path, "test" if has_test else None)
+
+
+def read_prompt(path: str | None) -> str | None:
+    """The designer prompt in a file, None for None. DataError where it has no {question}."""
+    if path is None:
+        return None
+    try:
+        prompt = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--designer-prompt {path} can't be read: {error}") from error
+    if "{question}" not in prompt:
+        raise DataError(f"--designer-prompt {path} has no {{question}}: say where the task goes")
+    return prompt
+
+
+def data_names(data: str) -> list[str]:
+    """The data sets and files of a list with commas; a file's own name may hold one.
+
+    >>> data_names("aime24, rows.jsonl"), data_names("")
+    (['aime24', 'rows.jsonl'], [])
+    """
+    names = [data] if Path(data).is_file() else data.split(",")
+    return [name.strip() for name in names if name.strip()]
+
+
 # ------------------------------------------------------------------ the mix of a training step
 
 
@@ -675,7 +704,7 @@ def load_mix(
     *,
     exclude: Iterable[Task] = (),
     difficulty: tuple[int, int] | None = None,
-    keep: str | Path | Mapping[str, str | Path] | None = None,
+    keep: str | Path | None = None,
     max_tests: int | None = None,
     seed: int = 0,
 ) -> tuple[dict[str, list[Task]], list[LoadReport]]:
@@ -683,18 +712,20 @@ def load_mix(
 
     exclude, difficulty, max_tests, seed: as in `load`; give `exclude` all evaluation tasks. A
     difficulty asks for it in every math row, not only in those of Polaris.
-    keep: a file of kept ids (`read_ids`) for all, or name -> file; a name without one keeps all.
+    keep: a file of kept ids (`read_ids`). It filters the sources of which it names a task, so that
+      the golds of one can be checked and those of another left alone.
     Raises DataError, also for HumanEval and if two sources share an id.
     """
-    files = keep if isinstance(keep, Mapping) else dict.fromkeys(mix, keep)
-    if unknown := set(files) - set(mix):
-        raise DataError(f"kept ids for {min(unknown)}, which is not in the mix: {', '.join(mix)}")
-    exclude, sources, reports, owners = list(exclude), {}, [], {}
+    kept = read_ids(keep) if keep else set()
+    exclude, sources, reports, owners, filtered = list(exclude), {}, [], {}, set()
     for name in mix:
+        source = name if name in DATASETS else _open(name, None)[2]
+        mine = {task_id for task_id in kept if task_id.startswith(f"{source}:")}
+        filtered |= mine
         sources[name], report = load(
             name,
             difficulty=difficulty,
-            keep=read_ids(files[name]) if files.get(name) else None,
+            keep=mine or None,
             exclude=exclude,
             max_tests=max_tests,
             seed=seed,
@@ -707,6 +738,9 @@ def load_mix(
                     f"{owners[task.id]} and {name} both have a task {task.id}: rename a file, or "
                     "give only one of them"
                 )
+    if kept - filtered:
+        stray = min(kept - filtered)
+        raise DataError(f"{keep} keeps {stray}, and the mix has no such source: {', '.join(mix)}")
     return sources, reports
 
 
@@ -759,8 +793,15 @@ def step_tasks(
     return batch[rank * len(batch) // world : (rank + 1) * len(batch) // world]
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong with the arguments in one line, and exits with 2."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message} (--help explains all flags)\n")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Load a data set or a file and say what is in it.")
+    parser = OneLineParser(description="Load a data set or a file and say what is in it.")
     parser.add_argument("data", help=f"a file, or one of: {', '.join(DATASETS)}")
     parser.add_argument("--split", help="train, valid or test; default: the data set's first")
     args = parser.parse_args()

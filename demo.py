@@ -69,29 +69,30 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import torch
 import transformers
 
 import design
 import toy
-from data import DataError, Task, load
+from data import DataError, OneLineParser, Task, load
+from engine import find_model, open_engine
 from evaluate import (
     EVALUATION_STEP,
     SAMPLING,
     TOY_TASKS,
-    OneLineParser,
     UsageError,
+    device_of,
     evaluation_score,
-    find_model,
     forced_structure,
-    open_engine,
-    read_prompt,
+    is_toy,
+    one_line_errors,
     read_settings,
-    usable_tasks,
+    reward_names,
+    settings_of,
     write_text,
 )
 from execute import DESIGNER, Call, Rollout, question_text, rollout
-from sandbox import SandboxError, ScriptPool, configure
+from reward import usable_tasks
+from sandbox import ScriptPool, configure
 
 HOST, PORT = "127.0.0.1", 8333
 MAX_QUESTION = 20_000  # characters
@@ -148,13 +149,10 @@ class LiveRun:
     seconds: float = 0.0
 
     def take(self, event: dict) -> None:
-        """Events say no turn, but a script sends a message when all calls of the last are done."""
         self.seconds = time.monotonic() - self.started
         if event["event"] == "call_started":
-            last = self.calls[-1].turn if self.calls else -1
-            turn = last + all(call.ended is not None for call in self.calls)
-            asked = event["role"], event["agent"], event["messages"]
-            call = LiveCall(*asked, turn, self.seconds)
+            asked = event["role"], event["agent"], event["messages"], event["turn"]
+            call = LiveCall(*asked, self.seconds)
             if event["execution"] == DESIGNER:
                 self.designed = call
             else:
@@ -854,20 +852,6 @@ def curve(log: list[dict], value: Callable[[dict], object]) -> list[tuple[int, f
     return means
 
 
-def executor_reward(line: dict) -> float | None:
-    """The mean reward of the executions that called an agent: what the executor is paid for.
-
-    The designer is paid for all: an invalid design counts 0 there and not at all here.
-
-    >>> executor_reward({"reward": 0.5, "status/ok": 6, "status/invalid_design": 2})
-    0.6666666666666666
-    """
-    counts = {name: n for name, n in line.items() if name.startswith("status/")}
-    silent = sum(counts.get(f"status/{name}", 0) for name in ("invalid_design", "no_call"))
-    ran = sum(counts.values()) - silent
-    return line["reward"] * (ran + silent) / ran if ran > 0 and "reward" in line else None
-
-
 def charts(log: list[dict]) -> list[tuple[str, dict[str, list]]]:
     """(title, name -> curve) of each chart that this log has values for."""
     names = sorted({name for line in log for name in line})
@@ -876,15 +860,16 @@ def charts(log: list[dict]) -> list[tuple[str, dict[str, list]]]:
         found = [n for n in names if n.startswith(f"{head}/") and "/" not in n[len(head) + 1 :]]
         return {n[len(head) + 1 :]: curve(log, lambda m, n=n: m.get(n, missing)) for n in found}
 
-    kinds = {name: line for name, line in group("reward").items() if name not in ("math", "code")}
+    shown = {name.removeprefix("reward/") for name in reward_names(names)}
+    kinds = {name: line for name, line in group("reward").items() if name in shown}
     rewards = {
         "designer: mean over all designs": curve(log, lambda m: m.get("reward")),
-        "executor: mean over executions that ran": curve(log, executor_reward),
+        "executor: mean over executions that ran": curve(log, lambda m: m.get("executor_reward")),
         "valid designs": curve(log, lambda m: m.get("valid_designs")),
     }
     wanted = [
         ("Reward of both roles", rewards),
-        ("Reward by kind of task", kinds or group("reward")),
+        ("Reward by kind of task", kinds),
         ("Structure shares of the valid designs", group("structure", 0.0)),
     ]
     for kind in kinds:
@@ -1015,10 +1000,6 @@ READ_BY = {  # what is asked for -> the flags that it reads
 }
 
 
-def is_toy(settings: dict) -> bool:
-    return settings["preset"] == "toy" and not settings["data"]
-
-
 def newest_toy_run(runs: Path) -> Path:
     """The model of the toy run that ended last. Raises UsageError where there is none."""
     tables = sorted(runs.glob("*/table.md"), key=lambda path: path.stat().st_mtime)
@@ -1134,8 +1115,7 @@ def open_player(args: argparse.Namespace, folder: Path, settings: dict) -> Itera
     options = {name: settings[name] for name in SAMPLING if name != "deterministic"}
     options |= {"designer_prompt": prompt, "scripts": [scripts[forced]] if forced else None}
     configure(settings["isolation"])
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    engine = open_engine(str(folder), device, settings["max_context"])
+    engine = open_engine(folder, device_of(args), max_context=settings["max_context"])
     workflow = Path(__file__).with_name("workflow.py").read_text(encoding="utf-8")
     with ScriptPool({"workflow": workflow}, max_live=1) as pool:
         yield Player(engine, pool, args.model or str(folder), options)
@@ -1146,10 +1126,7 @@ def run(args: argparse.Namespace) -> None:
     folder = find_model(args.model) if args.model else newest_toy_run(Path("runs"))
     if not args.model:
         print(f"model: {folder}, of the newest finished toy run", file=sys.stderr)
-    given = {name: getattr(args, name) for name in ("temperature", "max_context", "seed")}
-    given |= {"isolation": args.isolation, "designer_prompt": read_prompt(args.designer_prompt)}
-    given |= {f"{role}_max_tokens": args.max_tokens for role in ("designer", "executor")}
-    settings = read_settings(folder, given)
+    settings = settings_of(args, folder)
     if args.serve:
         hint = "2*3*4*5   or   1+2+4+5+6   or   f(3,4,2,1)=1" if is_toy(settings) else "a question"
         with open_site(args.port, hint) as site, open_player(args, folder, settings) as player:
@@ -1187,19 +1164,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     transformers.utils.logging.disable_progress_bar()
     sys.stdout.reconfigure(errors="backslashreplace")  # a reply may hold what a terminal can't show
-    try:
+
+    def work() -> None:
         check_arguments(args, parser)
         (report if args.report is not None else run)(args)
-    except (UsageError, DataError) as error:
-        print(f"demo.py: {seen(str(error))}", file=sys.stderr)
-        return 2
-    except (OSError, SandboxError, torch.OutOfMemoryError) as error:
-        print(f"demo.py: failed: {seen(' '.join(str(error).split()))}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ndemo.py: stopped, nothing was written", file=sys.stderr)
-        return 130
-    return 0
+
+    return one_line_errors("demo.py", work, shown=seen)
 
 
 if __name__ == "__main__":

@@ -49,10 +49,12 @@ import json
 import math
 import os
 import random
+import re
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -238,6 +240,12 @@ def grouped_decode(module, query, key, value, attention_mask, scaling=None, **kw
 AttentionInterface.register("grouped_decode", grouped_decode)
 
 
+class ModelError(ValueError):
+    """A model folder that can't be used. One line that says what to give instead."""
+
+
+# The paper samples Qwen3 without thinking; a chat template that knows no such switch ignores it.
+CHAT_KWARGS = {"enable_thinking": False}
 HALF_LOADED = "the last load_weights failed half-way: load all weights again"
 
 
@@ -575,13 +583,17 @@ def vllm_missing() -> str | None:
 
 
 @contextlib.contextmanager
-def vllm_errors(doing: str, kinds: tuple[type[Exception], ...] = (RuntimeError,)) -> Iterator[None]:
-    """vLLM's own errors as an EngineError of one line."""
+def vllm_errors(
+    doing: str, kinds: tuple[type[Exception], ...] = (RuntimeError, AssertionError)
+) -> Iterator[None]:
+    """vLLM's own errors as an EngineError of one line; not those of a rank that is gone."""
     try:
         yield
-    except (EngineError, torch.distributed.DistError):  # the latter: another rank is gone
+    except (EngineError, torch.distributed.DistError):
         raise
     except kinds as error:
+        if "gloo" in str(error):  # which has no class of its own
+            raise
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise EngineError(
             f"vLLM failed while {doing}: {why} (VLLM_LOGGING_LEVEL=INFO shows its log; "
@@ -834,6 +846,97 @@ class VLLMEngine:
                 del tensor
 
         model.load_weights(fresh())
+
+
+def check_folder(folder: str | Path) -> Path:
+    """The folder, if it holds the parts of a model; else ModelError. Opens none of them."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ModelError(
+            f"no model folder {folder}: give a folder that train.py saved, or fetch one with"
+            " `hf download NAME --local-dir FOLDER`"
+        )
+    parts = {
+        "config.json": ["config.json"],
+        "tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.json"],
+        "weights": ["*.safetensors", "*.bin"],
+    }
+    for part, patterns in parts.items():
+        if not any(path for pattern in patterns for path in folder.glob(pattern)):
+            raise ModelError(f"{folder} has no {part} ({', '.join(patterns)}): save it there too")
+    return folder
+
+
+def find_model(name: str) -> Path:
+    """The folder of a model: `name` if it is one; a hub name is fetched, or found in the cache.
+
+    Raises ModelError where the hub doesn't give it.
+    """
+    if Path(name).is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return check_folder(name)
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name))
+    except (OSError, ValueError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"the hub gives no {name} ({why}): fetch it where there is a network with"
+            f" `hf download {name} --local-dir FOLDER`, and give the folder"
+        ) from error
+
+
+def load_model(folder: str | Path, device: str, dtype: torch.dtype | None = None) -> tuple:
+    """(model, tokenizer) of a saved causal LM, in eval mode on `device`.
+
+    dtype None: as saved. Nothing is fetched from the network. Raises ModelError, in one line, for
+    a folder that is none, a part that is missing or broken (also a single weight: Transformers
+    would draw it at random), a tokenizer without chat template, or a device that is not there.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # slow, and only needed here
+
+    folder = check_folder(folder)
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ModelError("no CUDA device is here: give --device cpu")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype or "auto", local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        why = " ".join(str(error).split())[:300]
+        raise ModelError(f"{folder} can't be loaded, save the model again: {why}") from error
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise ModelError(
+            f"{folder} lacks {len(missing)} weights, such as {missing[0]}: save it again"
+        )
+    if tokenizer.chat_template is None:
+        raise ModelError(f"the tokenizer in {folder} has no chat template: give a chat model")
+    rows = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > rows:
+        raise ModelError(
+            f"{folder}: the tokenizer knows {len(tokenizer)} tokens, the model {rows}: save both"
+            " from one run"
+        )
+    return model.to(device).eval(), tokenizer
+
+
+def open_engine(
+    folder: str | Path, device: str, *, max_context: int | None = None, max_batch: int = 256
+) -> TorchEngine:
+    """A TorchEngine on the model of a folder. Raises ModelError for what it can't play."""
+    model, tokenizer = load_model(folder, device)
+    limit = model.config.get_text_config().max_position_embeddings
+    if max_context and max_context > limit:
+        raise ModelError(
+            f"a context of {max_context}: the model in {folder} knows {limit} positions"
+        )
+    limits = {"max_context": max_context, "max_batch": max_batch}
+    try:
+        return TorchEngine(model, tokenizer, **limits, chat_kwargs=CHAT_KWARGS)
+    except ValueError as error:
+        raise ModelError(f"{folder}: {error}") from error
 
 
 class ScriptedEngine:

@@ -54,7 +54,6 @@ import argparse
 import json
 import math
 import os
-import re
 import sys
 import time
 from collections import Counter, deque
@@ -63,19 +62,28 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import huggingface_hub
 import numpy as np
 import torch
 import transformers
-from safetensors import SafetensorError
 
 import design
 import toy
-from data import DATASETS, DataError, LoadReport, Task, golds, load
-from engine import TorchEngine
+from data import (
+    DATASETS,
+    DataError,
+    LoadReport,
+    OneLineParser,
+    Task,
+    data_names,
+    golds,
+    load,
+    load_evaluation,
+    read_prompt,
+)
+from engine import ModelError, check_folder, find_model, open_engine
 from execute import Rollout, rollout
-from reward import code_reward, extract_code, run_asserts, score, usable_gold
-from sandbox import SandboxError, ScriptPool, configure, in_force
+from reward import code_reward, extract_code, run_asserts, score, usable_gold, usable_tasks
+from sandbox import SandboxError, ScriptPool, configure, cores, in_force
 from sandbox import close as close_sandbox
 
 EVALUATION_STEP = -1  # in the seeds: training steps count from 0, so no draw is used twice
@@ -97,8 +105,6 @@ DEFAULTS = {
 }
 SAMPLING = ("deterministic", "seed", "temperature", "designer_max_tokens", "executor_max_tokens")
 SAMPLING += ("max_calls",)
-# The paper samples Qwen3 without thinking; a chat template that knows no such switch ignores it.
-CHAT_KWARGS = {"enable_thinking": False}
 
 
 class UsageError(ValueError):
@@ -346,15 +352,6 @@ def oracle_table(
     return table
 
 
-def usable_tasks(tasks: Sequence) -> tuple[list, list]:
-    """(tasks that can be graded, math tasks whose gold can't), see reward.usable_gold."""
-
-    def usable(task) -> bool:
-        return task.kind != "math" or usable_gold(task.answer or "")
-
-    return [task for task in tasks if usable(task)], [task for task in tasks if not usable(task)]
-
-
 def evaluation_score(task: Task, response: str) -> float:
     """reward.score, and 0 or 1 for a HumanEval row too.
 
@@ -435,11 +432,11 @@ def _in_order(pairs: Iterable[tuple], judge: Callable) -> Iterator[tuple]:
     for their limits: closing the sandbox ends them.
     """
     running: deque = deque()
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
+    with ThreadPoolExecutor(cores()) as threads:
         try:
             for pair in pairs:
                 running.append((pair[0], threads.submit(judge, *pair)))
-                if len(running) > 16 * os.cpu_count():
+                if len(running) > 16 * cores():
                     yield running[0][0], running[0][1].result()
                     running.popleft()
             for item, future in running:
@@ -622,77 +619,7 @@ def reward_names(names: Iterable[str]) -> list[str]:
     return [name for name in found if name not in ("reward/math", "reward/code")] or found
 
 
-# --- model folders -----------------------------------------------------------------------------
-
-
-def check_folder(folder: str | Path) -> Path:
-    """The folder, if it holds the parts of a model; else UsageError. Opens none of them."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise UsageError(
-            f"no model folder {folder}: give a folder that train.py saved, or fetch one with"
-            " `hf download NAME --local-dir FOLDER`"
-        )
-    parts = {
-        "config.json": ["config.json"],
-        "tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.json"],
-        "weights": ["*.safetensors", "*.bin"],
-    }
-    for part, patterns in parts.items():
-        if not any(path for pattern in patterns for path in folder.glob(pattern)):
-            raise UsageError(f"{folder} has no {part} ({', '.join(patterns)}): save it there too")
-    return folder
-
-
-def find_model(name: str) -> Path:
-    """The folder of a model: `name` if it is one; a hub name is fetched, or found in the cache.
-
-    Raises UsageError where the hub doesn't give it.
-    """
-    if Path(name).is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        return check_folder(name)
-    try:
-        return Path(huggingface_hub.snapshot_download(name))
-    except (OSError, ValueError) as error:
-        why = " ".join(str(error).split())[:200]
-        raise UsageError(
-            f"the hub gives no {name} ({why}): fetch it where there is a network with"
-            f" `hf download {name} --local-dir FOLDER`, and give the folder"
-        ) from error
-
-
-def load_model(folder: str | Path, device: str, dtype: torch.dtype | None = None) -> tuple:
-    """(model, tokenizer) of a saved causal LM, in eval mode on `device`.
-
-    dtype None: as saved. Nothing is fetched from the network. Raises UsageError, in one line, for
-    a folder that is none, a part that is missing or broken (also a single weight: Transformers
-    would draw it at random), a tokenizer without chat template, or a device that is not there.
-    """
-    folder = check_folder(folder)
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("no CUDA device is here: give --device cpu")
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype or "auto", local_files_only=True, output_loading_info=True
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        why = " ".join(str(error).split())[:300]
-        raise UsageError(f"{folder} can't be loaded, save the model again: {why}") from error
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
-        raise UsageError(
-            f"{folder} lacks {len(missing)} weights, such as {missing[0]}: save it again"
-        )
-    if tokenizer.chat_template is None:
-        raise UsageError(f"the tokenizer in {folder} has no chat template: give a chat model")
-    rows = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > rows:
-        raise UsageError(
-            f"{folder}: the tokenizer knows {len(tokenizer)} tokens, the model {rows}: save both"
-            " from one run"
-        )
-    return model.to(device).eval(), tokenizer
+# --- settings -----------------------------------------------------------------------------------
 
 
 def read_settings(folder: Path, given: dict) -> dict:
@@ -724,24 +651,7 @@ def read_settings(folder: Path, given: dict) -> dict:
     return settings
 
 
-def read_prompt(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        prompt = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--designer-prompt {path} can't be read: {error}") from error
-    if "{question}" not in prompt:
-        raise UsageError(f"--designer-prompt {path} has no {{question}}: say where the task goes")
-    return prompt
-
-
 # --- the command -------------------------------------------------------------------------------
-
-
-class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message} (--help explains all flags)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -807,21 +717,13 @@ def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -
             if getattr(args, name):
                 flag = f"--{name.replace('_', '-')}"
                 raise UsageError(f"{flag} needs --system designed: {args.system} asks no designer")
-    for name in ("model", "executor_model"):
-        if getattr(args, name):
-            setattr(args, name, str(find_model(getattr(args, name))))
+    for folder in (args.model, args.executor_model):
+        if folder and Path(folder).exists():  # or it is a name on the hub, fetched after all this
+            check_folder(folder)
     for name in data_names(args.data):
         if name not in ("toy", *DATASETS) and not Path(name).is_file():
             known = ", ".join(("toy", *DATASETS))
             raise UsageError(f"--data {name}: no such file, and the data sets are {known}")
-
-
-def data_names(data: str) -> list[str]:
-    """
-    >>> data_names("aime24, rows.jsonl")
-    ['aime24', 'rows.jsonl']
-    """
-    return [data] if Path(data).is_file() else [name.strip() for name in data.split(",")]
 
 
 def read_tasks(args: argparse.Namespace, seed: int) -> tuple[list, int]:
@@ -834,8 +736,7 @@ def read_tasks(args: argparse.Namespace, seed: int) -> tuple[list, int]:
         if name == "toy":
             tasks += toy.make_tasks(args.n_tasks or TOY_TASKS, f"{seed} eval", held_out=True)
         else:
-            has_test = name in DATASETS and "test" in DATASETS[name].splits
-            loaded, report = load(name, "test" if has_test else None)
+            loaded, report = load_evaluation(name)
             print(report, file=sys.stderr)
             tasks += loaded[: args.n_tasks]
     tasks, bad = usable_tasks(tasks)
@@ -845,16 +746,6 @@ def read_tasks(args: argparse.Namespace, seed: int) -> tuple[list, int]:
     if not tasks:
         raise UsageError(f"--data {args.data}: no task is left to evaluate")
     return tasks, len(bad)
-
-
-def open_engine(folder: str, device: str, max_context: int | None) -> TorchEngine:
-    model, tokenizer = load_model(folder, device)
-    limit = model.config.max_position_embeddings
-    if max_context and max_context > limit:
-        raise UsageError(
-            f"a context of {max_context}: the model in {folder} knows {limit} positions"
-        )
-    return TorchEngine(model, tokenizer, max_context=max_context, chat_kwargs=CHAT_KWARGS)
 
 
 def progress_line(noun: str, more: Callable[..., str]) -> Callable[[int, int, object], None]:
@@ -910,23 +801,39 @@ def run_gold_check(args: argparse.Namespace) -> None:
     print(f"their ids are in {out}")
 
 
-def run(args: argparse.Namespace) -> None:
-    """The command, from checked arguments to the printed table and the file."""
+def settings_of(args: argparse.Namespace, folder: Path) -> dict:
+    """How the command samples: its flags, else the folder's run_config.json, else DEFAULTS."""
     given = {name: getattr(args, name) for name in ("temperature", "max_context", "seed")}
     given |= {"isolation": args.isolation, "designer_prompt": read_prompt(args.designer_prompt)}
     given |= {f"{role}_max_tokens": args.max_tokens for role in ("designer", "executor")}
-    settings = read_settings(Path(args.model), given)
-    is_toy = settings["preset"] == "toy" and not settings["data"]
-    scripts = toy.SCRIPTS if is_toy else design.SCRIPTS
-    default_prompt = toy.DESIGNER_PROMPT if is_toy else None
-    forced_structure(args.system, scripts)  # an unknown system is told before anything is loaded
+    return read_settings(folder, given)
+
+
+def is_toy(settings: dict) -> bool:
+    """Was this model trained on the toy's own tasks?"""
+    return settings["preset"] == "toy" and not settings["data"]
+
+
+def device_of(args: argparse.Namespace) -> str:
+    return args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def run(args: argparse.Namespace) -> None:
+    """The command, from checked arguments to the printed table and the file."""
+    read_prompt(args.designer_prompt)  # a wrong path is told before a model is fetched
+    forced_structure(args.system, design.SCRIPTS | toy.SCRIPTS)
+    folder = find_model(args.model)
+    settings = settings_of(args, folder)
+    scripts = toy.SCRIPTS if is_toy(settings) else design.SCRIPTS
+    default_prompt = toy.DESIGNER_PROMPT if is_toy(settings) else None
+    forced_structure(args.system, scripts)  # the toy has fewer
     configure(settings["isolation"])
     tasks, dropped = read_tasks(args, settings["seed"])
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    engine = open_engine(args.model, device, settings["max_context"])
+    limits = {"max_context": settings["max_context"]}
+    engine = open_engine(folder, device_of(args), **limits)
     executor_engine = None
     if args.executor_model:
-        executor_engine = open_engine(args.executor_model, device, settings["max_context"])
+        executor_engine = open_engine(find_model(args.executor_model), device_of(args), **limits)
     began = time.monotonic()
     workflow = Path(__file__).with_name("workflow.py").read_text(encoding="utf-8")
     with ScriptPool({"workflow": workflow}, deterministic=settings["deterministic"]) as pool:
@@ -964,23 +871,32 @@ def run(args: argparse.Namespace) -> None:
         write_json(args.out, report)
 
 
+def one_line_errors(program: str, work: Callable[[], None], shown: Callable = str) -> int:
+    """Runs `work`; its exit status. What fails is one line on standard error, by `shown`."""
+    try:
+        work()
+    except (UsageError, DataError, ModelError) as error:
+        print(f"{program}: {shown(str(error))}", file=sys.stderr)
+        return 2
+    except (OSError, SandboxError, torch.OutOfMemoryError) as error:
+        print(f"{program}: failed: {shown(' '.join(str(error).split()))}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"\n{program}: stopped, nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     transformers.utils.logging.disable_progress_bar()  # one progress line is enough
-    try:
+
+    def work() -> None:
         check_arguments(args, parser)
         (run_gold_check if args.check_golds else run)(args)
-    except (UsageError, DataError) as error:
-        print(f"evaluate.py: {error}", file=sys.stderr)
-        return 2
-    except (OSError, SandboxError, torch.OutOfMemoryError) as error:
-        print(f"evaluate.py: failed: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nevaluate.py: stopped, nothing was written", file=sys.stderr)
-        return 130
-    return 0
+
+    return one_line_errors("evaluate.py", work)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ their keys. Then the order of submissions, and with it every batch, depends on n
 seed: two runs give the same rollouts, bit for bit (if the engine gives equal results for equal
 batches, as ours does).
 
-Statuses, each counted by `summary`; any but "ok" has reward 0:
+Statuses, each counted by `tally`; any but "ok" has reward 0:
 
     invalid_design    no script in the designer's reply, or one that check_script refuses
     no_call           the script called no agent, whatever else happened (an answer is a literal)
@@ -288,15 +288,12 @@ def rollout(
       that what is done can be kept before the rest is.
 
     Raises ValueError for an empty batch or a number below 1, and whatever the engine, the sandbox,
-    `score`, `on_event` or `on_task` raise. Whatever it raises, its scripts are killed and its
-    calls dropped.
+    `score` or a callback raise. Whatever it raises, its scripts are killed, its calls dropped.
     """
-    limits = {"n_designs": n_designs, "n_executions": n_executions, "max_calls": max_calls}
-    for name, value in limits.items():
-        if value < 1:
-            raise ValueError(f"{name} is {value}: give at least 1")
-    if not tasks:
-        raise ValueError("no tasks to roll out: give at least one")
+    if not tasks or min(n_designs, n_executions, max_calls) < 1:
+        raise ValueError(
+            f"{len(tasks)} tasks, {n_designs=}, {n_executions=}, {max_calls=}: give at least 1 each"
+        )
     run = _Run(
         tasks=tasks,
         engines=[(engine, {})],
@@ -486,7 +483,7 @@ class _Run:
                 raise
             return str(error)
         owed[key] = (agent or role, messages, turn)
-        self.emit("call_started", key, role=role, agent=agent or role, messages=messages)
+        self.emit("call_started", key, role=role, agent=agent or role, messages=messages, turn=turn)
         return ""
 
     def ask(self, key: tuple, asked: list[dict]) -> None:
@@ -500,10 +497,8 @@ class _Run:
             if fault:
                 status = judge_end("crashed", None, called=bool(x.calls))
                 return self.stop(key, status, f"channel: {fault}")
-            place, messages = (
-                (*key, len(x.calls)),
-                with_suffix(each["messages"], self.suffixes[key[0]]),
-            )
+            place = (*key, len(x.calls))
+            messages = with_suffix(each["messages"], self.suffixes[key[0]])
             refused = self.submit(place, "executor", messages, x.turn, each["agent"])
             if refused:
                 return self.stop(key, "context_overflow", refused)
@@ -635,7 +630,8 @@ def shares(*tallies: dict[str, float]) -> dict[str, float]:
     valid_designs, valid_designs/G    share of the designs
     unique_designs                    share of different scripts among the designs of a task
     structure/S, structure/G/S        share of the valid designs
-    calls_per_execution, tokens_per_execution (output tokens): means over executions that ran
+    calls_per_execution, tokens_per_execution (output tokens), executor_reward: means over the
+                                      executions that ran, which are what the executor is paid for
     truncated/ROLE                    share of the role's calls cut off at the token limit
     length/ROLE, prompt_length/ROLE   mean tokens a call
     status/S                          number of executions; all seven are always there
@@ -654,6 +650,7 @@ def shares(*tallies: dict[str, float]) -> dict[str, float]:
         "unique_designs": ratio("unique_designs", "designs"),
         "calls_per_execution": ratio("calls/executor", "executions_ran"),
         "tokens_per_execution": ratio("tokens/executor", "executions_ran"),
+        "executor_reward": ratio("reward", "executions_ran"),
     }
     for role in ("designer", "executor"):
         metrics[f"truncated/{role}"] = ratio(f"truncated/{role}", f"calls/{role}")
@@ -671,11 +668,6 @@ def shares(*tallies: dict[str, float]) -> dict[str, float]:
         elif head == "reward":
             metrics[name] = ratio(name, f"executions{group}")
     return metrics
-
-
-def summary(rollouts: list[Rollout]) -> dict[str, float]:
-    """The metrics of these rollouts (`shares` lists them). Over several ranks: shares(*tallies)."""
-    return shares(tally(rollouts))
 
 
 def main() -> None:

@@ -23,10 +23,10 @@ MATH: exact and cheap first; algebra last, and only in a process that may be kil
     A worker that breaks a limit or dies is replaced; its verdict is False and `counts()` tells.
     Threads would not do: sympy can hang in C code while it holds the interpreter's lock.
 
-    DIFFERENT from plain math-verify, which has 22 of 220 collected pairs wrong: it joins boxes that
-    stand close, takes `5=6` for 6, drops letters as units (`6m` for 6), compares 15 places after
-    the point (1/2006! for 1/2004!), and power towers hang it. On AIME 2024 and 200 rows of MATH-500
-    this file judges 3 to 5 times as many pairs a CPU second (tests/bench_reward.py).
+    DIFFERENT from plain math-verify: that joins boxes that stand close, takes `5=6` for 6, drops
+    letters as units (`6m` for 6), compares 15 places after the point (1/2006! for 1/2004!), and
+    power towers hang it. On AIME 2024 and 200 rows of MATH-500 this file judged 5 times as many
+    pairs a CPU second (tests/bench_reward.py).
     DIFFERENT from the reference implementation: it accepts an error of 0.5 % (541 for 540) and
     drops repeated boxes before it takes the last (12, 15, 12 gives 15).
 
@@ -777,7 +777,7 @@ class _Worker:
         theirs.close()
         if self.ask(b"", START_S) != b"ready\n":
             self.close()
-            raise RuntimeError(
+            raise sandbox.SandboxError(
                 "the math worker did not start, see its message above; is math-verify installed? "
                 "(pip install -r requirements.txt)"
             )
@@ -806,12 +806,8 @@ class _Worker:
         return "math_limit" if self.timed_out or code == -signal.SIGPROF else "math_worker_died"
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
 _idle: list[_Worker] = []
-_slots = threading.BoundedSemaphore(_cores())
+_slots = threading.BoundedSemaphore(sandbox.cores())
 _lock = threading.Lock()
 _counts = {"math_asked": 0, "math_limit": 0, "math_worker_died": 0, "math_unusable_gold": 0}
 
@@ -856,7 +852,7 @@ def close() -> None:
 def _forget_workers() -> None:
     """A forked child must not talk to its parent's workers."""
     global _idle, _slots, _lock
-    _idle, _slots, _lock = [], threading.BoundedSemaphore(_cores()), threading.Lock()
+    _idle, _slots, _lock = [], threading.BoundedSemaphore(sandbox.cores()), threading.Lock()
 
 
 atexit.register(close)
@@ -884,6 +880,16 @@ def usable_gold(gold: str) -> bool:
     braces = re.findall(r"(?<!\\)[{}]", answer.replace("\\\\", ""))
     paired = braces.count("{") == braces.count("}")
     return _integer(answer) is not None or (len(answer) <= MAX_ANSWER and paired)
+
+
+def usable_tasks(tasks: Iterable) -> tuple[list, list]:
+    """(tasks that can be graded, math tasks whose gold can't)."""
+
+    kept, bad = [], []
+    for task in tasks:
+        usable = task.kind != "math" or usable_gold(task.answer or "")
+        (kept if usable else bad).append(task)
+    return kept, bad
 
 
 def _decide(given: str, gold: str, tolerance: float | None) -> bool | None:
@@ -1146,7 +1152,7 @@ def score_batch(pairs: Iterable, *, workers: int | None = None, **kw) -> list[fl
 
     The first that raises ends the batch.
     """
-    with ThreadPoolExecutor(workers or _cores()) as threads:
+    with ThreadPoolExecutor(workers or sandbox.cores()) as threads:
         return list(threads.map(lambda pair: score(*pair, **kw), pairs))
 
 

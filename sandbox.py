@@ -821,14 +821,16 @@ def _environment() -> dict[str, str]:
     return _ENVIRONMENT | {name: os.environ[name] for name in needed if name in os.environ}
 
 
-def _default_workers() -> int:
-    return len(os.sched_getaffinity(0)) if LINUX else os.cpu_count() or 1
+def cores() -> int:
+    """The CPUs of this process; its part of them where torchrun runs several on the machine."""
+    here = len(os.sched_getaffinity(0)) if LINUX else os.cpu_count() or 1
+    return max(1, here // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 _settings: dict = {"isolation": "strict", "without": []}
 _servers: weakref.WeakSet = weakref.WeakSet()
 _lock = threading.Lock()
-_free = threading.BoundedSemaphore(_default_workers())
+_free = threading.BoundedSemaphore(cores())
 _program_server: _ServerProcess | None = None
 
 
@@ -836,7 +838,7 @@ def configure(isolation: str = "strict", *, workers: int | None = None, without=
     """Sets the isolation of all servers that start from now on. Call it once, before first use.
 
     isolation: "strict" | "best". workers: how many programs may run at the same time (default:
-    the CPUs of this process; divide them when several processes share a machine). without:
+    `cores()`). without:
     layers that count as missing ("capabilities", "landlock", "seccomp"), to see what happens.
     """
     global _free
@@ -847,7 +849,7 @@ def configure(isolation: str = "strict", *, workers: int | None = None, without=
         raise ValueError(f"without: {sorted(unknown)} can't be left out, only {LAYERS[2:]}")
     close()
     _settings.update(isolation=isolation, without=list(without))
-    _free = threading.BoundedSemaphore(workers or _default_workers())
+    _free = threading.BoundedSemaphore(workers or cores())
 
 
 def in_force() -> dict:

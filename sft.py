@@ -79,10 +79,20 @@ from pathlib import Path
 
 import torch
 
-from data import DATASETS, DataError, Task, load, load_mix, parse_mix
-from engine import Completion, TorchEngine
+from data import (
+    DATASETS,
+    DataError,
+    OneLineParser,
+    Task,
+    data_names,
+    load_evaluation,
+    load_mix,
+    parse_mix,
+    read_prompt,
+)
+from engine import Completion, ModelError, TorchEngine, check_folder, open_engine
 from execute import Call, Design, Rollout, rollout
-from reward import score, usable_gold
+from reward import score, usable_tasks
 from sandbox import SandboxError, ScriptPool, configure
 
 NO_REPLY = ("refused", "failed")  # finish reasons of ApiEngine, see the header
@@ -406,7 +416,6 @@ class ApiEngine:
         max_tokens: int | None = None,
         fields: Mapping[str, object] | None = None,
     ) -> None:
-        self.tokenizer = None
         self.url, self.model, self.timeout_s, self.backoff_s = url, model, timeout_s, backoff_s
         self.max_requests, self.max_tokens = max_requests, max_tokens
         self.fields = dict(fields or {})
@@ -423,7 +432,8 @@ class ApiEngine:
         self._jitter = random.Random()
         self._pending = self._failures = 0
         self._cancelled = threading.Event()
-        self._waiting: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        # The last one first: a task that is begun is ended before the budget goes to others.
+        self._waiting: queue.LifoQueue[_Asked | None] = queue.LifoQueue()
         self._ended: queue.SimpleQueue[tuple] = queue.SimpleQueue()
         # Daemons: Ctrl-C must not wait for replies that nobody will read.
         self._threads = [
@@ -754,10 +764,9 @@ def read_tasks(args: argparse.Namespace) -> list[Task]:
     Says on standard error what was left out. Raises DataError.
     """
     mix, held_out = parse_mix(args.data), []
-    for name in filter(None, args.exclude.split(",")):
-        has_test = name in DATASETS and "test" in DATASETS[name].splits
+    for name in data_names(args.exclude):
         try:
-            held_out += load(name, "test" if has_test else None)[0]
+            held_out += load_evaluation(name)[0]
         except DataError as error:
             raise DataError(f"--exclude (files will do, '' for none): {error}") from error
     sources, reports = load_mix(
@@ -766,10 +775,10 @@ def read_tasks(args: argparse.Namespace) -> list[Task]:
     for report in reports:
         print(report, file=sys.stderr)
     tasks = task_order(sources, mix, args.seed)
-    usable = [task for task in tasks if task.kind != "math" or usable_gold(task.answer or "")]
-    if len(usable) < len(tasks):
-        print(f"{len(tasks) - len(usable)} golds can't be graded: left out", file=sys.stderr)
-    return usable
+    tasks, bad = usable_tasks(tasks)
+    if bad:
+        print(f"{len(bad)} golds can't be graded: left out", file=sys.stderr)
+    return tasks
 
 
 def read_key(variable: str | None) -> str:
@@ -792,18 +801,6 @@ def read_fields(text: str | None) -> dict:
     return fields
 
 
-def read_prompt(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        prompt = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--designer-prompt {path} can't be read: {error}") from error
-    if "{question}" not in prompt:
-        raise DataError(f"--designer-prompt {path} has no {{question}}: say where the task goes")
-    return prompt
-
-
 def open_teacher(args: argparse.Namespace) -> ApiEngine | TorchEngine:
     """The teacher as an engine. Raises DataError or TeacherError."""
     if args.endpoint:
@@ -817,25 +814,8 @@ def open_teacher(args: argparse.Namespace) -> ApiEngine | TorchEngine:
             max_tokens=args.max_tokens_total,
             fields=read_fields(args.request_fields),
         )
-    import transformers  # slow, and only needed here
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, local_files_only=True)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            args.model, dtype="auto", local_files_only=True
-        )
-    except (OSError, ValueError, KeyError) as error:
-        why = " ".join(str(error).split())[:300]
-        raise TeacherError(f"--model {args.model} can't be loaded: {why}") from error
-    if tokenizer.chat_template is None:
-        raise TeacherError(f"the tokenizer in {args.model} has no chat template: take a chat model")
-    return TorchEngine(
-        model.to(device).eval(),
-        tokenizer,
-        max_batch=args.concurrency,
-        chat_kwargs={"enable_thinking": False},  # as in training; other templates ignore it
-    )
+    return open_engine(args.model, device, max_batch=args.concurrency)
 
 
 @dataclass
@@ -943,11 +923,6 @@ def collect_into(
     return "the tasks are used up, more --data brings more"
 
 
-class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message} (--help explains all flags)\n")
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="sft.py", description=__doc__.split("\n")[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=OneLineParser)
@@ -1011,8 +986,6 @@ def check_arguments(args: argparse.Namespace) -> None:
         for name in ("teacher", "key_variable", "request_fields", "max_calls", "max_tokens_total"):
             if getattr(args, name) is not None:
                 raise DataError(f"--{name.replace('_', '-')} is for an --endpoint")
-        if not Path(args.model).is_dir():
-            raise DataError(f"--model: no folder {args.model}: `hf download` fetches one")
     for name in (
         "max_tests n_designs n_executions max_tokens concurrency timeout max_calls max_tokens_total"
     ).split():
@@ -1024,11 +997,17 @@ def check_arguments(args: argparse.Namespace) -> None:
     if Path(args.out).is_dir() or not Path(args.out).absolute().parent.is_dir():
         raise DataError(f"--out {args.out}: give a file in a folder that exists")
     read_prompt(args.designer_prompt)
+    for name in (*parse_mix(args.data), *data_names(args.exclude)):
+        if name not in DATASETS and not Path(name).is_file():
+            raise DataError(f"--data, --exclude: no such file {name}, and no data set of that name")
+    if args.model:
+        check_folder(args.model)
 
 
 def run_collect(args: argparse.Namespace) -> None:
     check_arguments(args)
     goals = {"designer": args.designer_examples, "executor": args.executor_examples}
+    tasks, teacher = read_tasks(args), open_teacher(args)  # before any file is made
     with TraceFile(args.out, goals) as file:
         if file.done or file.cut:
             print(
@@ -1036,9 +1015,7 @@ def run_collect(args: argparse.Namespace) -> None:
                 " were cut off; going on",
                 file=sys.stderr,
             )
-        tasks = read_tasks(args)
         configure(args.isolation)
-        teacher = open_teacher(args)
         progress = Progress(file, teacher)
         with teacher if isinstance(teacher, ApiEngine) else contextlib.nullcontext():
             if isinstance(teacher, ApiEngine):
@@ -1059,7 +1036,7 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         run_collect(args)
-    except DataError as error:
+    except (DataError, ModelError) as error:
         say(str(error))
         return 2
     except (OSError, SandboxError, TeacherError, torch.OutOfMemoryError) as error:

@@ -84,28 +84,44 @@ from transformers.utils.logging import disable_progress_bar
 import design
 import toy
 from advantage import designer_advantages, executor_advantages
-from data import DATASETS, DataError, load, load_mix, normalise_text, parse_mix, step_tasks
-from engine import EngineError, TorchEngine, VLLMEngine, vllm_missing
-from evaluate import (
-    CHAT_KWARGS,
-    EVALUATION_STEP,
+from data import (
+    DATASETS,
+    DataError,
     OneLineParser,
-    Result,
-    UsageError,
+    data_names,
+    load_evaluation,
+    load_mix,
+    normalise_text,
+    parse_mix,
+    read_prompt,
+    step_tasks,
+)
+from engine import (
+    CHAT_KWARGS,
+    EngineError,
+    ModelError,
+    TorchEngine,
+    VLLMEngine,
     check_folder,
-    draw_curve,
-    evaluate,
     find_model,
     load_model,
+    vllm_missing,
+)
+from evaluate import (
+    EVALUATION_STEP,
+    Result,
+    Row,
+    UsageError,
+    draw_curve,
+    evaluate,
     markdown_table,
     oracle_table,
     oracle_text,
-    read_prompt,
     reward_names,
     shares_table,
     success_table,
-    usable_tasks,
     write_json,
+    write_text,
 )
 from execute import Rollout, rewards_of, rollout, shares, tally
 from grpo import (
@@ -120,7 +136,7 @@ from grpo import (
     policy_loss,
     tokens_and_forwards,
 )
-from reward import score
+from reward import score, usable_tasks
 from sandbox import SandboxError, ScriptPool, configure, in_force
 from sft import Example, batches, collect, cosine, encode, read_examples, supervised_loss
 
@@ -346,7 +362,7 @@ def check(config: Config) -> None:
             raise UsageError(f"--{name.replace('_', '-')}: there is no {given}: give a path")
     mixed = config.data and config.train != "sft"
     names = list(parse_mix(config.data)) if mixed else []
-    for given in names + split_names(config.eval_data):
+    for given in names + data_names(config.eval_data):
         if not Path(given).is_file() and given not in DATASETS:
             raise UsageError(
                 f"--data, --eval-data: no file {given} and no data set of that name: give a file,"
@@ -370,8 +386,6 @@ def check(config: Config) -> None:
         raise UsageError("one execution a task has nothing to compare with: M x N of at least 2")
     elif config.train in ("stagewise", "joint", "designer") and config.n_designs < 2:
         raise UsageError("--n-designs is 1: a designer learns by comparing 2 designs or more")
-    if config.tables and config.engine == "vllm":
-        raise UsageError("--tables needs two engines, vLLM takes the GPU for one: --no-tables")
 
 
 def check_numbers(config: Config) -> None:
@@ -411,10 +425,6 @@ def difficulty_range(text: str) -> tuple[int, int] | None:
     return int(found[1]), int(found[2])
 
 
-def split_names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
-
-
 # --- ranks: the only part of the project that knows of several processes ---
 
 
@@ -443,6 +453,9 @@ def start_ranks(config: Config) -> None:
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     if cuda:
+        devices = torch.cuda.device_count()
+        if int(os.environ["LOCAL_RANK"]) >= devices:
+            raise UsageError(f"{devices} CUDA devices are here, one process each: fewer processes")
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -454,6 +467,11 @@ def start_ranks(config: Config) -> None:
 def lost_rank(error: BaseException) -> bool:
     """Did a collective fail because another rank is gone or hangs? gloo has no class for it."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+def not_the_file(error: BaseException) -> bool:
+    """Is it memory or another rank that failed while a file was written or read?"""
+    return lost_rank(error) or isinstance(error, torch.OutOfMemoryError)
 
 
 def say(text: str, **options) -> None:
@@ -568,7 +586,6 @@ class World:
     eval_tasks: list
     scripts: dict[str, str]  # structure -> script: baselines and the oracle table
     designer_prompt: str | None
-    mix: dict[str, int] = field(default_factory=dict)  # data set -> tasks a step
 
 
 def make_world(config: Config) -> World:
@@ -580,11 +597,10 @@ def make_world(config: Config) -> World:
             eval_tasks=toy.make_tasks(config.eval_tasks, f"{config.seed} eval", held_out=True),
             scripts=toy.SCRIPTS,
             designer_prompt=prompt or toy.DESIGNER_PROMPT,
-            mix={"toy": config.tasks_per_step},
         )
     held_out = []
-    for name in split_names(config.eval_data):
-        tasks, report = load(name)
+    for name in data_names(config.eval_data):
+        tasks, report = load_evaluation(name)
         say(str(report))
         held_out += usable(tasks)
     mix = {name: count or config.tasks_per_step for name, count in parse_mix(config.data).items()}
@@ -620,7 +636,6 @@ def make_world(config: Config) -> World:
         eval_tasks=held_out,
         scripts=design.SCRIPTS,
         designer_prompt=prompt or None,
-        mix=mix,
     )
 
 
@@ -1061,7 +1076,7 @@ def whole(folder: Path) -> Iterator[Path]:
             partial.rename(folder)
         barrier()
     except (SafetensorError, RuntimeError, CheckpointException) as error:
-        if lost_rank(error):
+        if not_the_file(error):
             raise
         free = shutil.disk_usage(folder.parent).free / 1e6  # the libraries don't say "disk full"
         raise OSError(
@@ -1151,6 +1166,8 @@ def load_checkpoint(folder: Path, state: State, config: Config) -> int:
     try:
         dcp.load(tensors(state), checkpoint_id=folder, no_dist=not joined)
     except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
+        if not_the_file(error):
+            raise
         raise UsageError(f"{unreadable}: {one_line(error)}") from error
     return done
 
@@ -1170,7 +1187,7 @@ def export(folder: Path) -> Path:
 def cut_log(path: Path, step: int) -> None:
     """Leaves the lines of steps before `step`: what came after the checkpoint is done again.
 
-    A last line that was torn by a crash comes after the checkpoint too.
+    A last line that was torn by a crash comes after the checkpoint too. For the first rank.
     """
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     kept = []
@@ -1181,18 +1198,6 @@ def cut_log(path: Path, step: int) -> None:
         except json.JSONDecodeError:
             break
     write_text(path, "".join(kept))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Whole or not at all; the first rank writes."""
-    if rank() != 0:
-        return
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def new_folder(config: Config) -> Path:
@@ -1259,7 +1264,7 @@ def sample_designs(world: World, pool, config: Config, engine) -> str:
 def make_state(start: Path, config: Config) -> State:
     """Engine, policy and optimizers, all with the weights of the folder `start`."""
     model, tokenizer = load_model(start, "cpu", getattr(torch, config.dtype))
-    engine = make_engine(start, copy.deepcopy(model), tokenizer, config)
+    engine = make_engine(start, model, tokenizer, config)
     policy = shard(ScoringModel(model, temperature=config.temperature), config)
     schedule = functools.partial(warm_up, warmup=config.warmup_steps)
     optimizers = {
@@ -1288,7 +1293,7 @@ def choose_engine(config: Config) -> str:
 
 
 def make_engine(start: Path, model, tokenizer, config: Config) -> TorchEngine | VLLMEngine:
-    """An engine of this rank with weights of its own: `model`, or what lies in the folder."""
+    """An engine of this rank with weights of its own: those of `model`, which lies in `start`."""
     limits = {"max_context": config.max_context, "chat_kwargs": CHAT_KWARGS}
     if config.engine == "vllm":
         return VLLMEngine(
@@ -1298,7 +1303,7 @@ def make_engine(start: Path, model, tokenizer, config: Config) -> TorchEngine | 
             distributed=joined,
             **limits,
         )
-    return TorchEngine(model.to(config.device), tokenizer, **limits)
+    return TorchEngine(copy.deepcopy(model).to(config.device), tokenizer, **limits)
 
 
 def push_weights(state: State, config: Config) -> None:
@@ -1461,6 +1466,23 @@ def held_out(
     return Result(system, gather(result.rows))
 
 
+def before_training(folder: Path, world: World, pool, config: Config, engine) -> Result | None:
+    """Held-out success and sample designs of the first weights; a resumed run has them already."""
+    saved = folder / "before.json"
+    if saved.exists():
+        rows = [Row(**row) for row in json.loads(saved.read_text(encoding="utf-8"))]
+        return Result("before", rows) if rows else None
+    before = held_out("held-out tasks before", world, pool, config, engine)
+    if before:
+        say(f"held-out success before RL: {before.mean():.3f}")
+    samples = sample_designs(world, pool, config, engine)
+    if rank() == 0:
+        write_text(folder / "designs.md", f"# before\n\n{samples}")
+        write_json(saved, [dataclasses.asdict(row) for row in before.rows] if before else [])
+    barrier()
+    return before
+
+
 def run(config: Config, folder: Path, world: World) -> None:
     """A whole run, or the rest of one: cold start and steps that are done are not done again."""
     began = time.monotonic()
@@ -1474,25 +1496,24 @@ def run(config: Config, folder: Path, world: World) -> None:
             say(f"cold start saved in {start}")
             return
         state = make_state(start, config)
-        before = held_out("held-out tasks before", world, pool, config, state.engine)
-        if before:
-            say(f"held-out success before RL: {before.mean():.3f}")
-        samples = "# before\n\n" + sample_designs(world, pool, config, state.engine)
-        write_text(folder / "designs.md", samples)
+        before = before_training(folder, world, pool, config, state.engine)
         done = go_on(folder, state, config)
         push_weights(state, config)
         rl_step = functools.partial(train_step, state=state, world=world, pool=pool, config=config)
         learn(rl_step, state, config, folder, done, config.steps)
         save_model(state.policy, state.tokenizer, folder / "final", config)
-        samples += "# after\n\n" + sample_designs(world, pool, config, state.engine)
-        write_text(folder / "designs.md", samples)
+        samples = sample_designs(world, pool, config, state.engine)
+        if rank() == 0:
+            shown = (folder / "designs.md").read_text(encoding="utf-8").split("# after\n")[0]
+            write_text(folder / "designs.md", f"{shown}# after\n\n{samples}")
         after = held_out("held-out tasks after", world, pool, config, state.engine)
         points = [(0, before), (config.steps, after)] if before and after else []
         if rank() == 0:
             draw_curve(read_log(folder), points, folder / "curve.png")
         if before and after:
             text = final_tables(start, state, before, after, world, pool, config)
-            write_text(folder / "table.md", text)
+            if rank() == 0:
+                write_text(folder / "table.md", text)
             say("\n" + text)
     minutes = (time.monotonic() - began) / 60
     say(f"{minutes:.1f} minutes. Everything is in {folder}: look at curve.png and designs.md")
@@ -1635,6 +1656,8 @@ def settle(config: Config) -> Config:
         changes["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     config = dataclasses.replace(config, **changes)
     changes["engine"] = choose_engine(config)
+    if config.tables and changes["engine"] == "vllm":
+        raise UsageError("--tables needs two engines, vLLM takes the GPU for one: --no-tables")
     for name in ("model", "keep"):
         given = getattr(config, name)
         if given and Path(given).exists():
@@ -1650,7 +1673,7 @@ def absolute_names(text: str) -> str:
     'polaris=4,apps=2'
     """
     parts = []
-    for part in split_names(text):
+    for part in data_names(text):
         name, equals, count = part.rpartition("=")
         name = name if equals else part
         path = str(Path(name).resolve()) if Path(name).exists() else name
@@ -1787,9 +1810,10 @@ def shape_of(config: Config) -> Shape:
     if not config.model:
         raise UsageError("--dry-run plans for a given model: give --model, or a Qwen preset")
     c = AutoConfig.from_pretrained(check_folder(find_model(config.model))).get_text_config()
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     return Shape(
         *(c.hidden_size, c.num_hidden_layers, c.intermediate_size, c.num_attention_heads),
-        *(c.num_key_value_heads, c.tie_word_embeddings, c.head_dim, c.vocab_size),
+        *(c.num_key_value_heads, c.tie_word_embeddings, head_dim, c.vocab_size),
     )
 
 
@@ -1810,8 +1834,11 @@ def plan_text(config: Config) -> str:
     )
     engine = config.vllm_memory * gpu * 1e9
     generation = generation_plan(shape, ranks=n_ranks, optimizers=optimizers, engine=engine)
+    if config.engine == "torch":
+        training["the torch engine's weights, 16 bits"] = 2 * shape.parameters()
+    plans = {"trains": training} | ({} if config.train == "sft" else {"generates": generation})
     tables = []
-    for what, plan in (("trains", training), ("generates", generation)):
+    for what, plan in plans.items():
         rows = [[name, f"{size / 1e9:.1f}"] for name, size in plan.items()]
         rows.append(["together", f"{sum(plan.values()) / 1e9:.1f} of {gpu:.0f}"])
         tables.append(markdown_table(rows, [f"while a GPU {what}", "GB"]))
@@ -1839,6 +1866,8 @@ def plan_text(config: Config) -> str:
 
 def step_plan(config: Config) -> list[str]:
     """What a step asks for, in lines."""
+    if config.train == "sft":
+        return [f"a step: {config.sft_batch} examples; {config.sft_steps} steps"]
     designs = config.tasks_per_step * config.n_designs
     executions = designs * config.n_executions
     mix = parse_mix(config.data) if config.data else {"toy": None}
@@ -1868,7 +1897,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"exported to {export(Path(config.export))}")
             return 0
         if config.dry_run:
-            print(plan_text(config))
+            say(plan_text(config))
             return 0
         config, folder = find_run(settle(config))
         if folder and finished(folder, config):
@@ -1879,7 +1908,9 @@ def main(argv: list[str] | None = None) -> int:
         folder = folder or new_folder(config)
         signal.signal(signal.SIGTERM, preemption)
         work(config, folder, world, examples)
-    except (UsageError, DataError) as error:
+        if joined:
+            dist.destroy_process_group()
+    except (UsageError, DataError, ModelError) as error:
         return fail("error", error, 2)
     except (OSError, SandboxError, EngineError, FloatingPointError) as error:
         return fail("failed", error, 1)
@@ -1900,10 +1931,10 @@ def main(argv: list[str] | None = None) -> int:
 def fail(what: str, error: BaseException | str, status: int) -> int:
     """One line on standard error, with the rank where there are several.
 
-    What can't work fails on every rank alike: then one rank a machine says it.
+    What can't work (status 2) fails on every rank alike: one a machine says it.
     """
     where = f"rank {rank()}: " if ranks() > 1 else ""
-    if joined or os.environ.get("LOCAL_RANK", "0") == "0":
+    if status == 1 or os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"train.py: {where}{what}: {one_line(error)}", file=sys.stderr, flush=True)
     return status
 

@@ -27,7 +27,7 @@ IMPORTS = {
     "toy": {"data", "design", "engine"},
     "sft": {"data", "design", "execute", "engine", "grpo", "reward", "sandbox", "toy"},
     "evaluate": {"data", "design", "execute", "engine", "reward", "sandbox", "toy"},
-    "demo": {"data", "design", "execute", "evaluate", "sandbox", "toy"},
+    "demo": {"data", "design", "engine", "execute", "evaluate", "reward", "sandbox", "toy"},
     "train": {
         *("sandbox", "workflow", "design", "advantage", "grpo", "engine", "data"),
         *("reward", "execute", "toy", "sft", "evaluate"),

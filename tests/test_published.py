@@ -20,7 +20,7 @@ import sandbox
 import workflow as wf
 from data import Task
 from engine import ScriptedEngine
-from execute import rollout, summary
+from execute import rollout, shares, tally
 
 IMPORTS = """from workflow import AgentNode, Workflow, ToolRegistry
 from workflow.nodes import EnsembleNode, ReflectionNode, DebateNode, RouterNode
@@ -672,8 +672,8 @@ def test_played(played, name):
     assert execution.answer in execution.stdout  # what the script prints is what is graded
 
 
-def test_the_summary_of_all(played):
-    metrics = summary(list(played.values()))
+def test_the_shares_of_all(played):
+    metrics = shares(tally(list(played.values())))
     assert metrics["valid_designs"] == 1.0 and metrics["status/ok"] == len(CASES)
 
 

@@ -12,8 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from engine import TorchEngine
-from evaluate import CHAT_KWARGS, load_model
+from engine import CHAT_KWARGS, TorchEngine, load_model
 from sft import Example, encode
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -203,20 +203,40 @@ def test_supervised_training_on_two_ranks_is_that_of_one(started):
             assert two[name] == pytest.approx(one[name], rel=1e-4), name
 
 
-def test_a_rank_that_dies_ends_the_job_and_is_named(started):
-    argv = ["--out", started, "--name", "dies", "--model", started / "r2/cold_start", *STEPS]
+def launched(started: Path, name: str) -> subprocess.Popen:
+    """A run of many steps under torchrun that has done its first one."""
+    argv = ["--out", started, "--name", name, "--model", started / "r2/cold_start", *STEPS]
     process = subprocess.Popen(
-        [*LAUNCH, str(ROOT / "train.py"), *map(str, argv), "--eval-tasks", "0"],
+        [*LAUNCH, str(ROOT / "train.py"), *map(str, argv), "--steps", "500", "--eval-tasks", "0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=ENVIRONMENT,
         start_new_session=True,
     )
-    log = started / "dies/log.jsonl"
+    log = started / name / "log.jsonl"
     deadline = time.monotonic() + 120
     while not (log.exists() and log.read_text()) and time.monotonic() < deadline:
         time.sleep(0.1)
+    return process
+
+
+def test_sigterm_to_torchrun_saves_on_all_ranks(started):
+    """torchrun itself then ends with its own message and another status; the ranks exit 0."""
+    process = launched(started, "term")
+    try:
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=90)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert "SIGTERM: saved checkpoint-" in out and "failed" not in err
+    (saved, *_) = sorted((started / "term").glob("checkpoint-*"), reverse=True)
+    assert json.loads((saved / "state.json").read_text())["step"] == len(log_of(started / "term"))
+
+
+def test_a_rank_that_dies_ends_the_job_and_is_named(started):
+    process = launched(started, "dies")
     try:
         os.kill(pid_of_rank(process.pid, 1), signal.SIGKILL)
         _, err = process.communicate(timeout=90)

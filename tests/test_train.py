@@ -382,13 +382,13 @@ def test_vllm_asked_for_and_missing_is_one_line(monkeypatch, capsys, tmp_path):
     assert train.choose_engine(config(engine="auto", device="cpu")) == "torch"
 
 
-def test_an_engine_that_fails_ends_the_run_with_one_line(monkeypatch, capsys):
+def test_an_engine_that_fails_ends_the_run_with_one_line(monkeypatch, capsys, tmp_path):
     def fails(*_):
         raise engine.EngineError("vLLM failed while decoding: out of blocks")
 
     monkeypatch.setattr(train, "work", fails)
     monkeypatch.setattr(train.signal, "signal", lambda *_: None)
-    assert train.main([]) == 1
+    assert train.main(["--out", str(tmp_path)]) == 1
     assert (
         capsys.readouterr().err == "train.py: failed: vLLM failed while decoding: out of blocks\n"
     )
@@ -430,3 +430,31 @@ def test_the_cold_start_keeps_correct_traces_only():
     rolled.designs[0].executions[0].calls.append(call("executor", [60], [61], "length"))
     kept = examples_of([rolled])
     assert len(kept) == 2  # the designer's call and one executor call of the correct execution
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["--device", "cuda"], "CUDA devices are here"),
+        (["--preset", "qwen3-8b", "--tables", "--engine", "vllm"], "--no-tables"),
+    ],
+)
+def test_what_this_machine_can_not_do_is_one_line(argv, says, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(train, "vllm_missing", lambda: None)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")  # and so what the run sets is taken back
+        monkeypatch.delenv(name)
+    assert train.main([*argv, "--out", str(tmp_path / "r")]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert says in line and not (tmp_path / "r").exists()
+
+
+def test_memory_and_lost_ranks_are_not_blamed_on_the_file(tmp_path):
+    """A checkpoint must not be called unreadable because the GPU is full or a rank has gone."""
+    for error in (torch.OutOfMemoryError("full"), RuntimeError("[gloo] Connection closed by peer")):
+        with pytest.raises(type(error)), train.whole(tmp_path / "folder"):
+            raise error
+    with pytest.raises(OSError, match="could not be written"):
+        with train.whole(tmp_path / "folder"):
+            raise RuntimeError("unexpected pos 704")
+    assert not list(tmp_path.iterdir())
