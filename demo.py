@@ -803,7 +803,7 @@ def serve(site: Site, player: Player) -> None:
         for number in itertools.count():
             task = site.next_question()
             live = LiveRun(task, "", player.model)
-            player.play(live, lambda now, event: site.publish(run_html(now)), first_task=number)
+            player.play(live, lambda now, event: site.publish(run_html(now)), places=[number])
             site.busy.release()
             site.publish(run_html(live, player.engine.tokenizer))
     except KeyboardInterrupt:

@@ -922,10 +922,40 @@ def load_model(folder: str | Path, device: str, dtype: torch.dtype | None = None
     return model.to(device).eval(), tokenizer
 
 
+def choose_engine(wanted: str, device: str) -> str:
+    """"torch" or "vllm" for what is wanted; "auto" is vLLM on CUDA if it is installed.
+
+    Raises EngineError for a vLLM that is wanted and not there.
+    """
+    missing = vllm_missing()
+    if wanted == "vllm" and missing:
+        raise EngineError(missing)
+    if wanted != "auto":
+        return wanted
+    return "vllm" if device == "cuda" and not missing else "torch"
+
+
 def open_engine(
-    folder: str | Path, device: str, *, max_context: int | None = None, max_batch: int = 256
-) -> TorchEngine:
-    """A TorchEngine on the model of a folder. Raises ModelError for what it can't play."""
+    folder: str | Path,
+    device: str,
+    *,
+    kind: str = "torch",
+    max_context: int | None = None,
+    max_batch: int = 256,
+    gpu_memory: float = 0.85,
+) -> TorchEngine | VLLMEngine:
+    """An engine on the model of a folder. Raises ModelError for what it can't play.
+
+    kind: as choose_engine returns it. gpu_memory is vLLM's; its own failures are EngineErrors.
+    """
+    if kind == "vllm":
+        return VLLMEngine(
+            str(check_folder(folder)),
+            max_context=max_context,
+            max_batch=max_batch,
+            gpu_memory=gpu_memory,
+            chat_kwargs=CHAT_KWARGS,
+        )
     model, tokenizer = load_model(folder, device)
     limit = model.config.get_text_config().max_position_embeddings
     if max_context and max_context > limit:

@@ -1,11 +1,17 @@
 """How good is a model at designing and executing? A mean with its interval, and what it cost.
 
-The idea. Every task is tried K times (samples). Under the system `designed` each sample is a fresh
-design and one execution of it; under `single` or `structure:NAME` no designer is asked, and the
-fixed script of that structure is executed K times by the same model. A sample has a reward (0 or
-1), a status (execute.py lists them; any but "ok" has reward 0) and a price: its calls and output
-tokens, the designer's included. The difference between `designed` and `single` is what designing
-is worth; read it together with the price.
+The idea. Every task is tried K times (samples) under one or several systems:
+
+    designed         each sample is a fresh design and one execution of it
+    single           no designer: one agent answers
+    structure:NAME   no designer: the fixed script of that structure
+    vote:calls       one agent is asked again and again, until it has made as many calls as the
+                     first system's sample of this task (designer included); the majority wins
+    vote:tokens      the same until it has as many output tokens; its last reply may go over
+
+A sample has a reward (0 or 1), a status (execute.py lists them; any but "ok" has reward 0) and a
+price: calls, output tokens, seconds. `designed` minus `single` is what designing is worth at any
+price; `designed` minus `vote:calls` or `vote:tokens` is what it is worth at the same price.
 
 The estimate. First the mean over a task's samples, then the mean over tasks. The interval is a
 percentile bootstrap over *tasks*: draw as many tasks as there are, with repetition, and take the
@@ -22,22 +28,41 @@ again: they share its difficulty, so 8 samples of 30 tasks are 30 observations, 
     >>> round(low, 2), round(high, 2)
     (0.23, 0.57)
 
+The comparison. Two systems are compared task by task: a hard task is hard for both, so the
+differences of a task's two means vary less than the means do. Of the 30 tasks above another
+system gets the same 12 right and 4 more: 16 of 30, interval 0.37 to 0.70, which overlaps. But the
+difference is 0 for 26 tasks and 1 for 4, and its interval excludes 0:
+
+    >>> low, high = bootstrap_interval([[1]] * 16 + [[0]] * 14)
+    >>> round(low, 2), round(high, 2)
+    (0.37, 0.7)
+    >>> low, high = bootstrap_interval([[0]] * 26 + [[1]] * 4)
+    >>> round(low, 2), round(high, 2)
+    (0.03, 0.27)
+
 What the interval does not say. It is about other tasks, not about another training run. Where all
 tasks score alike the bootstrap sees no spread and gives a point, though 30 tasks that all fail
 still allow a true rate of 3/30 (the rule of three).
 
-Where it differs from the paper, and why. The paper gives points without intervals, and its AIME
-figures are multiples of 1/30: one try a task. 12 of 30 is its 40.00. Here samples are drawn as in
-training, statuses stand beside the mean, tasks whose gold can't be graded are left out and named,
-and what fails on our side is an exception, never a score.
+Where it differs from the paper, and why. The paper gives points without intervals, its AIME
+figures are multiples of 1/30 (one try a task; 12 of 30 is its 40.00), and its single agent has one
+call where a design has several. Here samples are drawn as in training, statuses stand beside the
+mean, a single agent may spend what a design spends, tasks whose gold can't be graded are left out
+and named, and what fails on our side is an exception, never a score.
 
 The model folder is what train.py writes: weights, tokenizer, and run_config.json, which says how
 this model is sampled and in which sandbox. Any folder of a causal LM with a chat template will do.
 All sampling seeds derive from (seed, task, sample). Toy tasks are train.py's held-out ones.
 
     python evaluate.py --model runs/toy/final --samples 4
-    python evaluate.py --model runs/toy/final --system structure:ensemble --n-tasks 60
+    python evaluate.py --model runs/toy/final --system designed,single,vote:calls --n-tasks 60
     python evaluate.py --model MODEL_FOLDER --data aime24,aime25 --samples 8 --out aime.json
+
+With --out FILE.json the rows go to FILE.partial.jsonl, a line a task, until all are there: after
+Ctrl-C, a crash or a kill the same command goes on. --compare FILE.json puts the systems of an
+earlier report on the same tasks beside this one's: two checkpoints, or the four pairs of a
+designer (--model) and an executor (--executor-model) before and after training, which say which
+role the gain comes from.
 
 Golds first. A row whose own gold fails can't be learnt from, and there are many. This keeps the
 rows of a data set or a file that pass, and writes their ids, one a line, for data.load(keep=...):
@@ -51,6 +76,8 @@ programs to pass all of its tests, each within the very limits that a reward has
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import json
 import math
 import os
@@ -59,7 +86,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -80,13 +107,33 @@ from data import (
     load_evaluation,
     read_prompt,
 )
-from engine import ModelError, check_folder, find_model, open_engine
-from execute import Rollout, rollout
-from reward import code_reward, extract_code, run_asserts, score, usable_gold, usable_tasks
-from sandbox import SandboxError, ScriptPool, configure, cores, in_force
+from engine import (
+    EngineError,
+    ModelError,
+    check_folder,
+    choose_engine,
+    find_model,
+    open_engine,
+    vllm_missing,
+)
+from execute import Execution, Rollout, rollout
+from reward import (
+    code_reward,
+    extract_answer,
+    extract_code,
+    math_equal,
+    run_asserts,
+    score,
+    usable_gold,
+    usable_tasks,
+)
+from sandbox import SandboxError, ScriptPool, configure, cores, in_force, run_program
 from sandbox import close as close_sandbox
 
-EVALUATION_STEP = -1  # in the seeds: training steps count from 0, so no draw is used twice
+# In the seeds: training steps count from 0, so no draw is used twice.
+EVALUATION_STEP, VOTE_STEP = -1, -2
+VOTES = ("vote:calls", "vote:tokens")
+VOTE_INPUTS = 8  # test inputs on which programs that vote are compared
 TOY_TASKS = 512
 MAX_GOLDS = 3  # of a row are tried at most
 # What a model folder without run_config.json is sampled with.
@@ -119,6 +166,7 @@ class Row:
     """One sample of one task. `calls` and tokens count the designer's call too.
 
     `tokens` are output tokens; both token counts are 0 where the engine has no ids (an API).
+    `seconds`: from the first call to the answer, with the whole batch at work beside it.
     `structure` is None if the design was invalid.
     """
 
@@ -132,6 +180,7 @@ class Row:
     calls: int
     tokens: int
     prompt_tokens: int
+    seconds: float
     answer: str | None
     error: str | None
 
@@ -196,6 +245,39 @@ def bootstrap_interval(
     return float(low), float(high)
 
 
+def paired_difference(a: Result, b: Result) -> tuple[float, float, float]:
+    """(mean, low, high) of a's reward minus b's, task by task, with the bootstrap interval.
+
+    Raises ValueError where the two have not tried the same tasks.
+    """
+    first, second = a.by_task(), b.by_task()
+    if first.keys() != second.keys():
+        raise ValueError(f"{a.system} and {b.system} have tried different tasks")
+    differences = [[np.mean(first[task]) - np.mean(second[task])] for task in first]
+    return float(np.mean(differences)), *bootstrap_interval(differences)
+
+
+def pass_at_k(rewards: Sequence[float], k: int) -> float:
+    """The chance that k of these samples, drawn without repetition, hold a right one.
+
+    1 - C(wrong, k) / C(n, k), the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374). With
+    1 right of 4, a pair misses it in C(3, 2) = 3 of C(4, 2) = 6 cases:
+
+    >>> pass_at_k([0, 1, 0, 0], 1), pass_at_k([0, 1, 0, 0], 2), pass_at_k([0, 1, 0, 0], 4)
+    (0.25, 0.5, 1.0)
+    """
+    wrong = sum(reward < 1 for reward in rewards)
+    return 1 - math.comb(wrong, k) / math.comb(len(rewards), k)
+
+
+def passes(result: Result) -> dict[str, float]:
+    """pass@k, the mean over tasks, for k = 1, 2, 4, ... and the number of samples."""
+    tasks = result.by_task().values()
+    samples = min(map(len, tasks))
+    ks = sorted({2**i for i in range(samples.bit_length()) if 2**i <= samples} | {samples})
+    return {str(k): float(np.mean([pass_at_k(rewards, k) for rewards in tasks])) for k in ks}
+
+
 def structure_shares(result: Result) -> dict[str, dict[str, float]]:
     """Source -> {structure: its share of the valid designs}, the most frequent first.
 
@@ -209,34 +291,29 @@ def _shares(rows: Sequence[Row]) -> dict[str, float]:
     return {name: n / counts.total() for name, n in counts.most_common()}
 
 
-def rows_of(rollouts: Sequence[Rollout]) -> list[Row]:
-    """Rollouts -> rows: every execution of every design of a task is one sample.
+def make_row(
+    task, sample: int, ran: Execution, structure: str | None, calls: list, seconds: float
+) -> Row:
+    """One sample as a row; calls: all that it took to get there."""
+    return Row(
+        task=task.id,
+        kind=task.kind,
+        source=task.source,
+        sample=sample,
+        reward=ran.reward,
+        status=ran.status,
+        structure=structure,
+        calls=len(calls),
+        tokens=count_tokens(calls),
+        prompt_tokens=sum(len(call.prompt_ids or ()) for call in calls),
+        seconds=seconds,
+        answer=ran.answer,
+        error=ran.error,
+    )
 
-    With several executions a design, the designer's call would count once for each: evaluate
-    asks for one execution a design, or for no designer at all.
-    """
-    rows = []
-    for rolled in rollouts:
-        pairs = [(d, execution) for d in rolled.designs for execution in d.executions]
-        for sample, (drawn, execution) in enumerate(pairs):
-            calls = execution.calls + ([drawn.call] if drawn.call else [])
-            rows.append(
-                Row(
-                    task=rolled.task.id,
-                    kind=rolled.task.kind,
-                    source=rolled.task.source,
-                    sample=sample,
-                    reward=execution.reward,
-                    status=execution.status,
-                    structure=drawn.structure,
-                    calls=len(calls),
-                    tokens=sum(len(call.output_ids or ()) for call in calls),
-                    prompt_tokens=sum(len(call.prompt_ids or ()) for call in calls),
-                    answer=execution.answer,
-                    error=execution.error,
-                )
-            )
-    return rows
+
+def count_tokens(calls: Iterable) -> int:
+    return sum(len(call.output_ids or ()) for call in calls)
 
 
 # --- evaluation --------------------------------------------------------------------------------
@@ -246,16 +323,35 @@ def forced_structure(system: str, scripts: dict[str, str]) -> str | None:
     """The structure that a system forces; None for `designed`.
 
     >>> scripts = {"single": "...", "debate": "..."}
-    >>> [forced_structure(s, scripts) for s in ("designed", "single", "structure:debate")]
-    [None, 'single', 'debate']
+    >>> names = ("designed", "single", "structure:debate", "vote:calls")
+    >>> [forced_structure(name, scripts) for name in names]
+    [None, 'single', 'debate', 'single']
     """
-    if system == "designed":
-        return None
-    name = "single" if system == "single" else system.removeprefix("structure:")
-    if name in scripts and system in ("single", f"structure:{name}"):
-        return name
-    known = ["designed", "single", *(f"structure:{name}" for name in scripts)]
-    raise UsageError(f"unknown system {system!r}: give one of {', '.join(known)}")
+    forced = {"designed": None, "single": "single"} | dict.fromkeys(VOTES, "single")
+    forced |= {f"structure:{name}": name for name in scripts}
+    if system not in forced:
+        raise UsageError(f"unknown system {system!r}: give one of {', '.join(forced)}")
+    return forced[system]
+
+
+def parse_systems(text: str, scripts: dict[str, str]) -> list[str]:
+    """The systems of a list with commas; `all` is every one. Raises UsageError.
+
+    >>> parse_systems("all", {"single": "...", "debate": "..."})
+    ['designed', 'single', 'vote:calls', 'vote:tokens', 'structure:debate']
+    """
+    others = [f"structure:{name}" for name in scripts if name != "single"]
+    every = ["designed", "single", *VOTES, *others]
+    names = every if text == "all" else [name.strip() for name in text.split(",")]
+    for name in names:
+        forced_structure(name, scripts)
+    if len(set(names)) < len(names):
+        raise UsageError(f"--system {text}: name each system once")
+    if names[0] in VOTES:
+        raise UsageError(
+            f"{names[0]} gets the budget of the first system: give --system designed,{names[0]}"
+        )
+    return names
 
 
 def _check_request(tasks: Sequence, samples: int, batch: int) -> None:
@@ -279,61 +375,253 @@ def evaluate(
     samples: int = 1,
     executor_engine=None,
     batch: int = 512,
-    first_task: int = 0,
+    places: Sequence[int] | None = None,
+    budgets: Sequence[Row] = (),
+    on_rows: Callable[[list[Row]], None] | None = None,
     on_progress: Callable[[int, int, Result], None] | None = None,
     **options,
 ) -> Result:
     """Try every task `samples` times under one system.
 
     engine, pool, score, executor_engine: as execute.rollout takes them.
-    system: "designed", "single" or "structure:NAME"; scripts: structure -> script, design.SCRIPTS
-      by default.
-    batch: about so many samples are rolled out together.
-    first_task: the place of tasks[0] among all tasks, for the seeds: give it where several
-      processes share the tasks; their rows, one after the other, are the rows of one process.
+    system: "designed", "single", "structure:NAME", "vote:calls" or "vote:tokens".
+    scripts: structure -> script, design.SCRIPTS by default.
+    batch: about so many samples are rolled out together; of a vote, so many replies.
+    places: as in execute.rollout: the rows of some tasks at their places are those of a run of all.
+    budgets: for a vote, rows of another system: what each (task, sample) may spend.
+    on_rows(rows): when all samples of a task are done, so that they can be kept.
     on_progress(done, total, result): after each sample, and after each batch with its rows in
       `result`; with done == total only once, and then all rows are there.
     options: designer_prompt, deterministic, seed, temperature, designer_max_tokens,
       executor_max_tokens and max_calls, as in execute.rollout.
 
-    Raises UsageError for an unknown system, no task, or two tasks with one id.
+    Raises UsageError for an unknown system, no task, two tasks with one id, or a vote without the
+    budgets of all its samples.
     """
     scripts = design.SCRIPTS if scripts is None else scripts
     forced = forced_structure(system, scripts)
     _check_request(tasks, samples, batch)
-    if forced is None:
-        plan = {"n_designs": samples, "n_executions": 1}
-    else:
-        plan = {"scripts": [scripts[forced]], "n_executions": samples}
-
+    places = range(len(tasks)) if places is None else places
     result, done, total = Result(system), 0, len(tasks) * samples
 
-    def count(event: dict) -> None:
+    def count(n: int) -> None:
         nonlocal done
-        invalid = event["event"] == "design" and event["error"] is not None
-        if invalid or event["event"] == "answer":
-            done += plan["n_executions"] if invalid else 1
-            if done < total:
-                on_progress(done, total, result)
+        done += n
+        if on_progress and done < total:
+            on_progress(done, total, result)
 
+    play = functools.partial(
+        rollout, engine=engine, pool=pool, executor_engine=executor_engine, **options
+    )
+    # What the ways to try a task share.
+    shared = {"play": play, "score": score, "count": count, "on_rows": on_rows or (lambda rows: 0)}
     size = max(1, batch // samples)
+    if system in VOTES:
+        unit = system.removeprefix("vote:")
+        limits = vote_limits(tasks, samples, budgets, unit)
+        replies = sum(row.calls for row in budgets) / len(budgets)
+        size = max(1, int(size / max(1, replies)))
+        way = functools.partial(_vote, unit=unit, limits=limits, script=scripts["single"], **shared)
+    else:
+        plan = {"n_designs": samples, "n_executions": 1}
+        if forced is not None:
+            plan = {"scripts": [scripts[forced]], "n_executions": samples}
+        way = functools.partial(_try, plan=plan, **shared)
     for start in range(0, len(tasks), size):
-        rollouts = rollout(
-            tasks[start : start + size],
-            engine,
-            pool,
-            score,
-            executor_engine=executor_engine,
-            step=EVALUATION_STEP,
-            first_task=first_task + start,
-            on_event=count if on_progress else None,
-            **plan,
-            **options,
-        )
-        result.rows += rows_of(rollouts)
+        result.rows += way(tasks[start : start + size], places[start : start + size])
         if on_progress:
             on_progress(done, total, result)
     return result
+
+
+class _Stopwatch:
+    """An on_event of rollout: how long each execution took, from its first call to its answer.
+
+    The designer's call counts as the first call of its design's first execution.
+    """
+
+    def __init__(self, count: Callable[[int], None] = lambda n: None, n_executions: int = 1):
+        self.count, self.n_executions = count, n_executions  # count(samples that are done)
+        self.began: dict[tuple, float] = {}
+        self.ended: dict[tuple, float] = {}
+
+    def __call__(self, event: dict) -> None:
+        place, now = (event["task"], event["design"], max(0, event["execution"])), time.monotonic()
+        if event["event"] == "call_started":
+            self.began.setdefault(place, now)
+        elif event["event"] == "design" and event["error"] is not None:
+            self.ended[place] = now
+            self.count(self.n_executions)
+        elif event["event"] == "answer":
+            self.ended[place] = now
+            self.count(1)
+
+    def seconds(self, *place: int) -> float:
+        """Of (task, design, execution); 0 if it made no call."""
+        return self.ended[place] - self.began[place] if place in self.began else 0.0
+
+
+def _try(tasks, places, *, plan: dict, play, score, count, on_rows) -> list[Row]:
+    """One batch of a system that is no vote."""
+    watch = _Stopwatch(count, plan["n_executions"])
+    rows: list[list[Row]] = [[] for _ in tasks]
+
+    def keep(t: int, rolled: Rollout) -> None:
+        for m, drawn in enumerate(rolled.designs):
+            for n, ran in enumerate(drawn.executions):
+                calls = ran.calls + ([drawn.call] if drawn.call else [])
+                place, seconds = len(rows[t]), watch.seconds(t, m, n)
+                rows[t].append(make_row(rolled.task, place, ran, drawn.structure, calls, seconds))
+        on_rows(rows[t])
+
+    options = {"step": EVALUATION_STEP, "on_event": watch, "on_task": keep}
+    play(tasks, score=score, places=places, **plan, **options)
+    return [row for each in rows for row in each]
+
+
+# --- majority votes ----------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Ballot:
+    """The replies of one (task, sample) until its budget is spent. limit: calls or tokens."""
+
+    limit: int
+    unit: str
+    replies: list[Execution] = field(default_factory=list)
+    spent: int = 0
+    closed: bool = False
+    seconds: float = 0.0
+
+    def more(self) -> int:
+        """So many replies fit into what is left, if they are like those so far; at least one."""
+        if not self.replies:
+            return max(1, self.limit) if self.unit == "calls" else 1
+        mean = self.spent / len(self.replies)
+        return max(1, int((self.limit - self.spent) / mean))
+
+    def add(self, reply: Execution) -> None:
+        """Counts a reply, unless the budget is spent."""
+        if not self.closed:
+            self.replies.append(reply)
+            tokens = max(1, count_tokens(reply.calls))
+            self.spent += len(reply.calls) if self.unit == "calls" else tokens
+            # Without a call nothing is spent, and the next reply would fare no better.
+            self.closed = self.spent >= self.limit or not reply.calls
+
+
+def vote_limits(
+    tasks: Sequence, samples: int, budgets: Sequence[Row], unit: str
+) -> dict[tuple[str, int], int]:
+    """(task id, sample) -> the calls or tokens a vote may spend. UsageError where one lacks."""
+    limits = {(row.task, row.sample): getattr(row, unit) for row in budgets}
+    wanted = [(task.id, k) for task in tasks for k in range(samples)]
+    lacking = [place for place in wanted if place not in limits]
+    if lacking:
+        raise UsageError(f"a vote needs a budget: no row of task {lacking[0][0]!r} was given")
+    if unit == "tokens" and not any(row.tokens for row in budgets):
+        raise UsageError("vote:tokens needs an engine that counts tokens: take vote:calls")
+    return {place: limits[place] for place in wanted}
+
+
+def behaviour(program: str, tests: dict) -> list:
+    """What a program makes of the first test inputs. Their expected outputs are not looked at.
+
+    [] for a program that fails on all of them. Without inputs (HumanEval) the program's text.
+    """
+    if "inputs" not in tests:
+        return [program] if program else []
+    fn_name, outputs, worked = tests.get("fn_name"), [], False
+    for stdin in tests["inputs"][:VOTE_INPUTS] if program else []:
+        run = run_program(program, stdin, fn_name=fn_name)
+        worked |= run.status == "ok"
+        output = run.result if fn_name else run.stdout.split()
+        outputs.append(output if run.status == "ok" else run.status)
+    return outputs if worked else []
+
+
+def majority(task, replies: Sequence[str]) -> int:
+    r"""The index of the reply that wins: the first one of the largest group of equal answers.
+
+    Math answers are equal where the verifier says so (self-consistency, Wang et al. 2022), programs
+    where they do the same on the task's first test inputs (Shi et al. 2022, arXiv 2204.11454). A
+    reply without an answer has no vote; of two groups of one size the earlier wins; 0 if no reply
+    has an answer.
+
+    >>> task = Task("t", "math", "What is 1/2 + 1/4?", answer="3/4")
+    >>> majority(task, [r"\boxed{2/6}", "I don't know.", r"\boxed{0.75}", r"\boxed{\frac34}"])
+    2
+    """
+    if task.kind == "math":
+        answers = [extract_answer(reply) for reply in replies]
+        same = functools.partial(math_equal, tolerance=task.tolerance)
+    else:
+        answers = [behaviour(extract_code(reply), task.tests) for reply in replies]
+        same = list.__eq__
+    groups: list[list[int]] = []
+    for i, answer in enumerate(answers):
+        if not answer:
+            continue
+        for group in groups:
+            if same(answer, answers[group[0]]):
+                group.append(i)
+                break
+        else:
+            groups.append([i])
+    return max(groups, key=len)[0] if groups else 0  # max: the first of the largest
+
+
+def _vote(tasks, places, *, unit, limits, script, play, score, count, on_rows) -> list[Row]:
+    """One batch of a vote. In rounds: every open ballot gets the replies that still fit."""
+    samples = 1 + max(k for _, k in limits)
+    ballots = {
+        (t, k): _Ballot(limits[task.id, k], unit)
+        for t, task in enumerate(tasks)
+        for k in range(samples)
+    }
+    rows: dict[tuple[int, int], Row] = {}
+
+    def elect(place: tuple[int, int]) -> Row:
+        (t, k), ballot = place, ballots[place]
+        winner = ballot.replies[majority(tasks[t], [ran.answer or "" for ran in ballot.replies])]
+        if winner.status == "ok":
+            winner = replace(winner, reward=score(tasks[t], winner.answer))
+        calls = [call for ran in ballot.replies for call in ran.calls]
+        return make_row(tasks[t], k, winner, "single", calls, ballot.seconds)
+
+    with ThreadPoolExecutor() as threads:
+        while len(rows) < len(ballots):
+            asked = [
+                (place, len(ballot.replies) + i)
+                for place, ballot in ballots.items()
+                if not ballot.closed
+                for i in range(ballot.more())
+            ]
+            watch = _Stopwatch()
+            rolled = play(
+                [tasks[t] for (t, _), _ in asked],
+                score=lambda task, answer: 0.0,  # only the winner is scored
+                scripts=[script],
+                n_executions=1,
+                step=VOTE_STEP,
+                # Task 12, sample 3, reply 7 has the place 12003000007.
+                places=[places[t] * 10**9 + k * 10**6 + i for (t, k), i in asked],
+                on_event=watch,
+            )
+            slowest: dict[tuple[int, int], float] = {}
+            for number, ((place, _), each) in enumerate(zip(asked, rolled, strict=True)):
+                ballots[place].add(each.designs[0].executions[0])
+                slowest[place] = max(slowest.get(place, 0.0), watch.seconds(number, 0, 0))
+            for place, seconds in slowest.items():
+                ballots[place].seconds += seconds
+            elected = [place for place in slowest if ballots[place].closed]
+            for place, row in zip(elected, threads.map(elect, elected), strict=True):
+                rows[place] = row
+                count(1)
+                its_rows = [rows.get((place[0], k)) for k in range(samples)]
+                if None not in its_rows:
+                    on_rows(its_rows)
+    return [rows[place] for place in ballots]
 
 
 def oracle_table(
@@ -489,25 +777,32 @@ def oracle_text(table: dict[str, dict[str, float]]) -> str:
 
 
 def describe(result: Result) -> dict:
-    """The figures of a result as a dict for JSON. calls and tokens: means over samples."""
+    """The figures of a result as a dict for JSON. calls, tokens, seconds: means over samples."""
     low, high = result.interval()
     prices = {
         name: float(np.mean([getattr(row, name) for row in result.rows]))
-        for name in ("calls", "tokens", "prompt_tokens")
+        for name in ("calls", "tokens", "prompt_tokens", "seconds")
     }
     return {
         "tasks": len(result.by_task()),
         "mean": result.mean(),
         "low": low,
         "high": high,
+        "pass_at": passes(result),
         **prices,
         "structures": _shares(result.rows),
         "statuses": dict(Counter(row.status for row in result.rows).most_common()),
     }
 
 
-def result_text(result: Result) -> str:
-    """The table that the command prints: a row a source, and one for all if there are several."""
+def parts_of(result: Result) -> dict[str, Result]:
+    """Source -> its part of a result, and "all" for the whole if there are several."""
+    parts = result.by_source()
+    return parts | ({"all": result} if len(parts) > 1 else {})
+
+
+def results_text(results: dict[str, Result]) -> str:
+    """The table that the command prints: a row a source and system."""
 
     def listed(counts: dict) -> str:
         return ", ".join(
@@ -515,18 +810,41 @@ def result_text(result: Result) -> str:
             for name, n in counts.items()
         )
 
-    parts = result.by_source()
-    if len(parts) > 1:
-        parts["all"] = result
+    parts = {name: parts_of(result) for name, result in results.items()}
     rows = []
-    for source, part in parts.items():
-        d = describe(part)
-        interval = f"{d['low']:.3f} to {d['high']:.3f}"
-        prices = [f"{d['calls']:.1f}", f"{d['tokens']:.0f}"]
-        shares, statuses = listed(d["structures"]), listed(d["statuses"])
-        rows.append([source, d["tasks"], d["mean"], interval, *prices, shares, statuses])
-    header = "source, tasks, mean, 95 % interval, calls, tokens, structures, statuses"
-    return markdown_table(rows, header.split(", "))
+    for source in next(iter(parts.values())):
+        for name in results:
+            d = describe(parts[name][source])
+            interval = f"{d['low']:.3f} to {d['high']:.3f}"
+            k, best = list(d["pass_at"].items())[-1]
+            prices = [f"{best:.3f} ({k})", f"{d['calls']:.1f}", f"{d['tokens']:.0f}"]
+            prices.append(f"{d['seconds']:.1f}")
+            shares, statuses = listed(d["structures"]), listed(d["statuses"])
+            rows.append([source, name, d["tasks"], d["mean"], interval, *prices, shares, statuses])
+    header = "source, system, tasks, mean, 95 % interval, pass@k (k), calls, tokens, seconds"
+    return markdown_table(rows, f"{header}, structures, statuses".split(", "))
+
+
+def differences_of(results: dict[str, Result]) -> list[dict]:
+    """The first system's reward minus every other's, by source and for all, with intervals."""
+    (name, first), *others = results.items()
+    differences = []
+    for other, result in others:
+        theirs = parts_of(result)
+        for source, part in parts_of(first).items():
+            mean, low, high = paired_difference(part, theirs[source])
+            figures = {"mean": mean, "low": low, "high": high}
+            differences.append({"of": name, "minus": other, "source": source, **figures})
+    return differences
+
+
+def differences_text(differences: Sequence[dict]) -> str:
+    rows = [
+        [f"{d['of']} - {d['minus']}", d["source"], f"{d['mean']:+.3f}",
+         f"{d['low']:+.3f} to {d['high']:+.3f}"]
+        for d in differences
+    ]  # fmt: skip
+    return markdown_table(rows, ["paired difference", "source", "mean", "95 % interval"])
 
 
 def draw_curve(log: list[dict], points: list[tuple[int, Result]], path: Path) -> None:
@@ -676,13 +994,19 @@ def build_parser() -> argparse.ArgumentParser:
         help="needs no model: keep the rows of a data set or file whose golds can be rewarded, "
         "and write their ids to --out FILE (default: NAME.kept.txt in the current folder)",
         )  # fmt: skip
-    add("--system", default="designed",
-        help="designed (default): the model designs anew for each sample; single: one agent; "
-        "structure:NAME: a fixed script of that structure, such as structure:ensemble")  # fmt: skip
+    add("--system", default="designed", metavar="NAMES",
+        help="with commas: designed (default): the model designs anew for each sample; single: one "
+        "agent; structure:NAME: a fixed script of that structure, such as structure:ensemble; "
+        "vote:calls, vote:tokens: one agent with majority vote at the first system's number of "
+        "calls or output tokens; all: each of these")  # fmt: skip
     add("--samples", type=int, default=1, metavar="K", help="samples a task (default 1)")
     add("--n-tasks", type=int, metavar="N",
         help=f"the first N tasks of each data set (default: all; toy: {TOY_TASKS})")  # fmt: skip
-    add("--executor-model", metavar="FOLDER", help="another model plays the agents")
+    add("--executor-model", metavar="FOLDER|NAME",
+        help="another model plays the agents, those of the other systems too")  # fmt: skip
+    add("--compare", metavar="FILES", default="",
+        help="reports of earlier evaluations (--out) of the same tasks, with commas between "
+        "them: their systems are listed too, with paired differences")  # fmt: skip
     add("--designer-prompt", metavar="FILE", help="a text file with {question} in it")
     add("--temperature", type=float, metavar="T", help="of sampling, 0: the likeliest token")
     add("--max-tokens", type=int, metavar="N", help="output tokens a call, for both roles")
@@ -691,7 +1015,11 @@ def build_parser() -> argparse.ArgumentParser:
     isolation = "strict: all layers of the sandbox or an error; best: those that are there"
     add("--isolation", choices=("strict", "best"), help=isolation)
     add("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
-    add("--out", metavar="FILE", help="write figures and rows as JSON, whole or not at all")
+    add("--engine", choices=("auto", "torch", "vllm"), default="auto",
+        help="auto: vllm on cuda where it is installed, else torch")  # fmt: skip
+    add("--out", metavar="FILE",
+        help="write figures and rows to this JSON file and the tables to FILE.md; until then the "
+        "rows are in FILE.partial.jsonl, from which the same command goes on")  # fmt: skip
     return parser
 
 
@@ -699,6 +1027,8 @@ def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -
     """Raises UsageError for what can't work or would not be read, before anything is loaded."""
     if args.out and (Path(args.out).is_dir() or not Path(args.out).absolute().parent.is_dir()):
         raise UsageError(f"--out {args.out}: give a file in a folder that exists")
+    if args.out and Path(args.out).suffix == ".md":
+        raise UsageError(f"--out {args.out}: name the JSON file, the tables lie beside it as .md")
     if args.check_golds:
         unread = [name for name, value in vars(args).items() if value != parser.get_default(name)]
         unread = set(unread) - {"check_golds", "out", "isolation"}
@@ -712,11 +1042,16 @@ def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name.replace('_', '-')} is {value}: give at least 1")
-    if args.system != "designed":
+    systems = parse_systems(args.system, design.SCRIPTS | toy.SCRIPTS)
+    if "designed" not in systems:
         for name in ("executor_model", "designer_prompt"):
             if getattr(args, name):
                 flag = f"--{name.replace('_', '-')}"
                 raise UsageError(f"{flag} needs --system designed: {args.system} asks no designer")
+    if args.engine == "vllm" and vllm_missing():
+        raise UsageError(vllm_missing())
+    if args.engine == "vllm" and args.device == "cpu" and torch.cuda.is_available():
+        raise UsageError("vLLM takes the GPU that is here: leave out --device, or --engine torch")
     for folder in (args.model, args.executor_model):
         if folder and Path(folder).exists():  # or it is a name on the hub, fetched after all this
             check_folder(folder)
@@ -818,57 +1153,214 @@ def device_of(args: argparse.Namespace) -> str:
     return args.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
+# --- reports and what is there of them ---------------------------------------------------------
+
+
+def digest(tasks: Sequence[Task]) -> str:
+    """Equal for the same tasks in the same order only."""
+    text = json.dumps([asdict(task) for task in tasks], sort_keys=True)
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+
+
+def weights_of(folder: Path) -> list:
+    """Names, sizes and times of the weight files: another training leaves others."""
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+
+class Partial:
+    """The rows of an evaluation as they come, one JSON line a task, so that it can go on.
+
+    path: None keeps them in memory only. request: what was asked, as JSON; a file of another
+    request is refused with a UsageError. Used with `with`: the file is removed at a good end.
+    """
+
+    def __init__(self, path: Path | None, request: dict):
+        self.path, self.request = path, request
+        self.rows: dict[str, list[Row]] = {}  # by system
+        self.wall_seconds: Counter[str] = Counter()  # by system
+        self._file = None
+
+    def __enter__(self) -> Partial:
+        if self.path is None:
+            return self
+        whole = self._read() if self.path.exists() else 0
+        self._file = self.path.open("a", encoding="utf-8")
+        self._file.truncate(whole)  # a line that a kill has cut
+        if not whole:
+            self._write({"request": self.request})
+        return self
+
+    def _read(self) -> int:
+        """Takes the lines that are whole; returns their bytes."""
+        data = self.path.read_bytes()
+        data = data[: data.rfind(b"\n") + 1]
+        try:
+            first, *lines = [json.loads(line) for line in data.splitlines()] or [None]
+            there = first["request"] if first else self.request
+            batches = [
+                (x["system"], x["seconds"], [Row(**row) for row in x["rows"]]) for x in lines
+            ]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{self.path} is no file of this program: remove it") from error
+        other = [name for name, value in self.request.items() if there.get(name) != value]
+        if other:
+            raise UsageError(
+                f"{self.path} is of an evaluation with other {', '.join(other)}: remove it to start"
+                " anew, or give another --out"
+            )
+        for system, seconds, rows in batches:
+            self._keep(system, seconds, rows)
+        return len(data)
+
+    def _write(self, line: dict) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def _keep(self, system: str, seconds: float, rows: list[Row]) -> None:
+        self.rows.setdefault(system, []).extend(rows)
+        self.wall_seconds[system] += seconds
+
+    def add(self, system: str, seconds: float, rows: list[Row]) -> None:
+        """Keeps the rows of one task, which took so long since the last ones."""
+        self._keep(system, seconds, rows)
+        if self._file:
+            rows = [asdict(row) for row in rows]
+            self._write({"system": system, "seconds": seconds, "rows": rows})
+
+    def __exit__(self, kind, error, trace) -> None:
+        if self._file:
+            self._file.close()
+        if kind is None and self.path:
+            self.path.unlink()
+        elif kind is not None:
+            kept = "no row is kept: with --out FILE the same command would go on"
+            if self.path:
+                n = sum(map(len, self.rows.values()))
+                kept = f"{n} samples are kept in {self.path}: the same command goes on"
+            print(f"\n{kept}", file=sys.stderr)
+
+
+def read_report(path: str, tasks_digest: str) -> dict[str, Result]:
+    """The systems of an earlier report, under names that say where they are from."""
+    try:
+        report = json.loads(Path(path).read_text(encoding="utf-8"))
+        rows, theirs = report["rows"], report["tasks_digest"]
+        known = {each.name for each in fields(Row)}
+        results: dict[str, Result] = {}
+        for row in rows:
+            name = f"{row['system']} of {Path(path).stem}"
+            row = Row(**{key: value for key, value in row.items() if key in known})
+            results.setdefault(name, Result(name)).rows.append(row)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--compare {path}: give a report that --out wrote ({error!r})") from error
+    if theirs != tasks_digest:
+        raise UsageError(
+            f"--compare {path} is of other tasks: give the same --data, --n-tasks and --seed"
+        )
+    return results
+
+
+def complete(
+    partial: Partial, systems: Sequence[str], tasks: Sequence, **options
+) -> dict[str, Result]:
+    """Evaluates what `partial` lacks, one system after the other; options: as for evaluate."""
+    order = {task.id: place for place, task in enumerate(tasks)}
+    results = {}
+    for system in systems:
+        there = {row.task for row in partial.rows.get(system, ())}
+        places = [place for place, task in enumerate(tasks) if task.id not in there]
+        last = time.monotonic()
+
+        def keep(rows: list[Row], system: str = system) -> None:
+            nonlocal last
+            now = time.monotonic()
+            partial.add(system, now - last, rows)
+            last = now
+
+        if places:
+            evaluate(
+                [tasks[place] for place in places],
+                system=system,
+                places=places,
+                budgets=partial.rows.get(systems[0], ()),
+                on_rows=keep,
+                on_progress=progress_line(f"samples of {system}", mean_so_far),
+                **options,
+            )
+        rows = sorted(partial.rows[system], key=lambda row: (order[row.task], row.sample))
+        results[system] = Result(system, rows)
+    return results
+
+
 def run(args: argparse.Namespace) -> None:
-    """The command, from checked arguments to the printed table and the file."""
+    """The command, from checked arguments to the printed tables and the files."""
     read_prompt(args.designer_prompt)  # a wrong path is told before a model is fetched
-    forced_structure(args.system, design.SCRIPTS | toy.SCRIPTS)
-    folder = find_model(args.model)
-    settings = settings_of(args, folder)
+    folders = [find_model(name) for name in (args.model, args.executor_model) if name]
+    settings = settings_of(args, folders[0])
     scripts = toy.SCRIPTS if is_toy(settings) else design.SCRIPTS
     default_prompt = toy.DESIGNER_PROMPT if is_toy(settings) else None
-    forced_structure(args.system, scripts)  # the toy has fewer
+    systems = parse_systems(args.system, scripts)  # the toy has fewer
     configure(settings["isolation"])
     tasks, dropped = read_tasks(args, settings["seed"])
-    limits = {"max_context": settings["max_context"]}
-    engine = open_engine(folder, device_of(args), **limits)
-    executor_engine = None
-    if args.executor_model:
-        executor_engine = open_engine(find_model(args.executor_model), device_of(args), **limits)
-    began = time.monotonic()
+    earlier: dict[str, Result] = {}
+    for path in filter(None, args.compare.split(",")):
+        earlier |= read_report(path, digest(tasks))
+    device = device_of(args)
+    kind = choose_engine(args.engine, device)
+    print(f"{len(tasks)} tasks, {kind} engine on {device}", file=sys.stderr)
+    asked = {name: getattr(args, name) for name in ("model", "executor_model", "data", "samples")}
+    request = {
+        **asked,
+        "first_system": systems[0],  # the others' budgets and differences are about it
+        "engine": f"{kind} on {device}",
+        "settings": settings,
+        "tasks_digest": digest(tasks),
+        "weights": [weights_of(folder) for folder in folders],
+    }
+    out = Path(args.out) if args.out else None
     workflow = Path(__file__).with_name("workflow.py").read_text(encoding="utf-8")
-    with ScriptPool({"workflow": workflow}, deterministic=settings["deterministic"]) as pool:
-        result = evaluate(
+    with (
+        Partial(out and out.with_name(f"{out.name}.partial.jsonl"), request) as partial,
+        ScriptPool({"workflow": workflow}, deterministic=settings["deterministic"]) as pool,
+    ):
+        limits = {"max_context": settings["max_context"], "gpu_memory": 0.85 / len(folders)}
+        engines = [open_engine(folder, device, kind=kind, **limits) for folder in folders]
+        results = complete(
+            partial,
+            systems,
             tasks,
-            engine,
-            pool,
-            evaluation_score,
-            system=args.system,
+            engine=engines[0],
+            executor_engine=engines[-1],
+            pool=pool,
+            score=evaluation_score,
             scripts=scripts,
             samples=args.samples,
-            executor_engine=executor_engine,
             designer_prompt=settings["designer_prompt"] or default_prompt,
-            on_progress=progress_line("samples", mean_so_far),
             **{name: settings[name] for name in SAMPLING},
         )
-    seconds = time.monotonic() - began
-    print(f"\n{args.system}, {args.samples} samples a task, {seconds:.0f} s\n")
-    print(result_text(result))
-    if args.out:
-        asked = {name: getattr(args, name) for name in ("model", "executor_model", "data")}
-        figures = {name: describe(part) for name, part in result.by_source().items()}
-        report = {
-            **asked,
-            "system": args.system,
-            "samples": args.samples,
-            "settings": settings,
-            "sandbox": in_force(),
-            "dropped_golds": dropped,
-            "seconds": seconds,
-            "all": describe(result),
-            "sources": figures,
-            "rows": [asdict(row) for row in result.rows],
-        }
-        write_json(args.out, report)
+        text = f"{args.model}, {args.samples} samples a task\n\n{results_text(results | earlier)}\n"
+        differences = differences_of(results | earlier)
+        if differences:
+            text += f"\n{differences_text(differences)}\n"
+        times = ", ".join(f"{name} {partial.wall_seconds[name]:.0f}" for name in systems)
+        text += f"\nwall seconds: {times}"
+        print(f"\n{text}")
+        if out:
+            report = {**request, "sandbox": in_force(), "dropped_golds": dropped}
+            report["systems"] = {
+                name: {
+                    "wall_seconds": partial.wall_seconds[name],
+                    "all": describe(result),
+                    "sources": {source: describe(x) for source, x in result.by_source().items()},
+                }
+                for name, result in results.items()
+            }
+            report["differences"] = differences
+            rows = [(name, row) for name in systems for row in results[name].rows]
+            report["rows"] = [{"system": name, **asdict(row)} for name, row in rows]
+            write_text(out.with_suffix(".md"), f"{text}\n")
+            write_json(out, report)
 
 
 def one_line_errors(program: str, work: Callable[[], None], shown: Callable = str) -> int:
@@ -878,11 +1370,11 @@ def one_line_errors(program: str, work: Callable[[], None], shown: Callable = st
     except (UsageError, DataError, ModelError) as error:
         print(f"{program}: {shown(str(error))}", file=sys.stderr)
         return 2
-    except (OSError, SandboxError, torch.OutOfMemoryError) as error:
+    except (OSError, SandboxError, EngineError, torch.OutOfMemoryError) as error:
         print(f"{program}: failed: {shown(' '.join(str(error).split()))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"\n{program}: stopped, nothing was written", file=sys.stderr)
+        print(f"\n{program}: stopped", file=sys.stderr)
         return 130
     return 0
 

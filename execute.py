@@ -262,7 +262,7 @@ def rollout(
     deterministic: bool = False,
     seed: int = 0,
     step: int = 0,
-    first_task: int = 0,
+    places: Sequence[int] | None = None,
     temperature: float = 1.0,
     designer_max_tokens: int = 2048,
     executor_max_tokens: int = 2048,
@@ -278,8 +278,8 @@ def rollout(
       M is then their number, the same for all tasks.
     designer_prompt: see design.designer_messages; None is the default prompt. What it has for the
       agents (design.agent_suffix) ends their system prompts, also where `scripts` are given.
-    seed, step, first_task: all seeds derive from these; first_task is the place of tasks[0] in
-      the global batch, so that ranks draw differently.
+    seed, step, places: all seeds derive from these. places: of each task its number among all
+      tasks (default 0, 1, ...), so that ranks draw differently, and what is left draws the same.
     max_calls: calls an execution may make. *_max_tokens: output tokens a call.
     on_event(dict): for a live view, called on this thread. "event" is "call_started",
       "call_finished", "design", "answer" or "reward"; "task", "design", "execution", "call" are
@@ -294,6 +294,7 @@ def rollout(
         raise ValueError(
             f"{len(tasks)} tasks, {n_designs=}, {n_executions=}, {max_calls=}: give at least 1 each"
         )
+    places = range(len(tasks)) if places is None else places
     run = _Run(
         tasks=tasks,
         engines=[(engine, {})],
@@ -305,7 +306,7 @@ def rollout(
         max_tokens={"designer": designer_max_tokens, "executor": executor_max_tokens},
         temperature=temperature,
         suffixes=[agent_suffix(designer_prompt, task.kind) for task in tasks],
-        seed_of=lambda task, *place: call_seed(seed, step, first_task + task, *place),
+        seed_of=lambda task, *place: call_seed(seed, step, places[task], *place),
         on_event=on_event,
         on_task=on_task,
     )

@@ -157,7 +157,8 @@ def collect(
     examples: list[Example] = []
     for start in range(0, len(tasks), batch):
         part = tasks[start : start + batch]
-        plan = {"n_designs": 1, "n_executions": 1, "first_task": first_task + start}
+        places = range(first_task + start, first_task + start + len(part))
+        plan = {"n_designs": 1, "n_executions": 1, "places": places}
         rolled = rollout(part, teacher, pool, score, **plan, **options)
         examples += examples_of(rolled)
         if on_progress:
@@ -913,9 +914,8 @@ def collect_into(
             # Twice as many tasks as requests at a time: most scripts ask one agent after another.
             for start in range(0, len(todo), 2 * args.concurrency):
                 batch = todo[start : start + 2 * args.concurrency]
-                rollout(
-                    [t for _, t in batch], teacher, pool, score, first_task=batch[0][0], **options
-                )
+                places, tasks = zip(*batch, strict=True)
+                rollout(tasks, teacher, pool, score, places=places, **options)
     except _Enough:
         return "both amounts are reached"
     except BudgetSpent as error:

@@ -1345,7 +1345,7 @@ def roll_out(
                     timed_score,
                     seed=config.seed,
                     step=step,
-                    first_task=first,
+                    places=range(first, first + len(mine)),
                     **plan,
                     **rollout_options(config, world),
                 )
@@ -1459,7 +1459,7 @@ def held_out(
             scripts=world.scripts,
             executor_engine=executor_engine,
             seed=config.seed,
-            first_task=first,
+            places=range(first, first + len(mine)),
             on_progress=counter(label),
             **rollout_options(config, world),
         )

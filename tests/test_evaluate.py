@@ -318,7 +318,7 @@ def test_rows_depend_neither_on_the_batch_nor_on_who_has_which_tasks(system):
     whole = rows()
     assert 0 < sum(row.reward for row in whole) < len(whole)
     assert rows(batch=1) == rows(batch=10) == whole
-    assert rows(TASKS[:1]) + rows(TASKS[1:], first_task=1) == whole
+    assert rows(TASKS[:1]) + rows(TASKS[1:], places=[1, 2]) == whole
     assert rows(TASKS[1:]) != whole[5:]
 
 

@@ -293,10 +293,10 @@ def test_seeds_come_from_the_place_in_the_global_batch():
         play(part, {}, engine=engine, seed=3, step=9, **kwargs)
         return sorted(given["seed"] for _, given in engine.submitted())
 
-    low, high = seeds(tasks[:2]), seeds(tasks[2:], first_task=2)
+    low, high = seeds(tasks[:2]), seeds(tasks[2:], places=[2, 3])
     assert not set(low) & set(high)
     assert sorted(low + high) == seeds(tasks)
-    assert seeds(tasks, first_task=0) == seeds(tasks)
+    assert seeds(tasks, places=range(len(tasks))) == seeds(tasks)
     places = [(s, t) for s in range(3) for t in range(3)]
     assert len({call_seed(s, t, 0, 0, 0, 0) for s, t in places}) == 9
 
