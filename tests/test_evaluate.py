@@ -5,6 +5,7 @@ run the command on a tiny random model, with the real one.
 """
 
 import doctest
+import itertools
 import json
 import os
 import signal
@@ -27,21 +28,31 @@ from data import DataError, Task, data_names, load, read_ids
 from engine import ModelError, ScriptedEngine, load_model, random_tiny
 from evaluate import (
     DEFAULTS,
+    Partial,
     Result,
     Row,
     UsageError,
+    behaviour,
     bootstrap_interval,
     check_golds,
     describe,
+    differences_of,
+    differences_text,
     evaluate,
     evaluation_score,
     forced_structure,
     main,
+    majority,
     markdown_table,
     oracle_table,
     oracle_text,
+    paired_difference,
+    parse_systems,
+    pass_at_k,
+    passes,
+    read_report,
     read_settings,
-    result_text,
+    results_text,
     structure_shares,
     write_json,
 )
@@ -142,7 +153,8 @@ def run(engine, tasks=TASKS, **options):
 
 
 def make_row(task="t", reward=0.0, source="sum", sample=0, status="ok", structure="single", **more):
-    price = {"calls": 1, "tokens": 10, "prompt_tokens": 20, "answer": None, "error": None, **more}
+    price = {"calls": 1, "tokens": 10, "prompt_tokens": 20, "seconds": 0.5}
+    price |= {"answer": None, "error": None, **more}
     return Row(task, "math", source, sample, reward, status, structure, **price)
 
 
@@ -207,7 +219,7 @@ def test_shares_are_of_the_valid_designs_by_source():
 
 def test_describe_and_the_table():
     rows = [
-        make_row("a", 1.0, source="sum", calls=5, tokens=100, prompt_tokens=300),
+        make_row("a", 1.0, source="sum", calls=5, tokens=100, prompt_tokens=300, seconds=1.5),
         make_row("b", 0.0, source="product", status="crashed", structure="pipeline"),
     ]
     result = Result("designed", rows)
@@ -219,16 +231,68 @@ def test_describe_and_the_table():
         "calls": 3.0,
         "tokens": 55.0,
         "prompt_tokens": 160.0,
+        "seconds": 1.0,
+        "pass_at": {"1": 0.5},
         "structures": {"single": 0.5, "pipeline": 0.5},
         "statuses": {"ok": 1, "crashed": 1},
     }
-    lines = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in result_text(result).split("\n")
+    lines = cells(results_text({"designed": result}))
+    header = "source,system,tasks,mean,95 % interval,pass@k (k),calls,tokens,seconds"
+    assert lines[0] == f"{header},structures,statuses".split(",")
+    first = "sum,designed,1,1.000,1.000 to 1.000,1.000 (1),5.0,100,1.5,single 1.00,ok 1"
+    assert lines[2] == first.split(",")
+    last = "all,designed,2,0.500,0.000 to 1.000,0.500 (1),3.0,55,1.0".split(",")
+    assert lines[4] == [*last, "single 0.50, pipeline 0.50", "ok 1, crashed 1"]
+
+
+def cells(table):
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.split("\n")]
+
+
+def test_pass_at_k_is_the_share_of_the_subsets_with_a_right_sample():
+    for n in range(1, 7):
+        for right in range(n + 1):
+            rewards = [1.0] * right + [0.0] * (n - right)
+            for k in range(1, n + 1):
+                subsets = list(itertools.combinations(rewards, k))
+                expected = sum(max(subset) for subset in subsets) / len(subsets)
+                assert pass_at_k(rewards, k) == pytest.approx(expected)
+
+
+def test_pass_at_k_is_a_mean_over_tasks_for_powers_of_two_and_all():
+    """Tasks with 1 and 0 right of 6: pass@2 is 1 - C(5,2)/C(6,2) = 1/3, halved."""
+    rows = [make_row("a", float(i == 3), sample=i) for i in range(6)]
+    rows += [make_row("b", 0.0, sample=i) for i in range(6)]
+    expected = {"1": 1 / 12, "2": 1 / 6, "4": 1 / 3, "6": 0.5}
+    assert passes(Result("designed", rows)) == pytest.approx(expected)
+
+
+def test_a_paired_difference_is_taken_task_by_task():
+    """a: 1, 1, 0.5; b: 1, 0, 0. The differences are 0, 1, 0.5: mean 0.5, extremes 0 and 1."""
+    a = [make_row("x", 1), make_row("y", 1), make_row("z", 1), make_row("z", 0, sample=1)]
+    b = [make_row("z", 0), make_row("y", 0), make_row("x", 1)]  # another order
+    first, second = Result("a", a), Result("b", b)
+    assert paired_difference(first, second) == (0.5, 0.0, 1.0)
+    assert paired_difference(second, first) == (-0.5, -1.0, 0.0)
+    always = Result("c", [make_row(task, 1) for task in "xyz"])
+    never = Result("d", [make_row(task, 0) for task in "xyz"])
+    assert paired_difference(always, never) == (1.0, 1.0, 1.0)
+    with pytest.raises(ValueError, match="different tasks"):
+        paired_difference(first, Result("e", b[:2]))
+
+
+def test_differences_are_the_first_systems_minus_the_others_by_source():
+    a = Result("a", [make_row("x", 1, source="sum"), make_row("y", 0, source="product")])
+    b = Result("b", [make_row("x", 0, source="sum"), make_row("y", 1, source="product")])
+    got = differences_of({"a": a, "b": b})
+    assert [(d["of"], d["minus"], d["source"], d["mean"]) for d in got] == [
+        ("a", "b", "sum", 1.0),
+        ("a", "b", "product", -1.0),
+        ("a", "b", "all", 0.0),
     ]
-    assert lines[0] == "source,tasks,mean,95 % interval,calls,tokens,structures,statuses".split(",")
-    assert lines[2] == ["sum", "1", "1.000", "1.000 to 1.000", "5.0", "100", "single 1.00", "ok 1"]
-    assert lines[4][:6] == ["all", "2", "0.500", "0.000 to 1.000", "3.0", "55"]
-    assert lines[4][6:] == ["single 0.50, pipeline 0.50", "ok 1, crashed 1"]
+    assert (got[2]["low"], got[2]["high"]) == (-1.0, 1.0)
+    assert cells(differences_text(got))[4] == ["a - b", "all", "+0.000", "-1.000 to +1.000"]
+    assert differences_of({"a": a}) == []
 
 
 def test_a_cell_with_a_bar_stays_one_cell():
@@ -242,7 +306,9 @@ def test_a_cell_with_a_bar_stays_one_cell():
 
 def test_unknown_systems_are_refused_with_the_known_ones():
     for system in ("debate", "structure:", "structure:debate", "Single", "pipeline", ""):
-        with pytest.raises(UsageError, match="designed, single, structure:single"):
+        with pytest.raises(
+            UsageError, match="designed, single, vote:calls, vote:tokens, structure:single"
+        ):
             forced_structure(system, SCRIPTS)
 
 
@@ -362,6 +428,7 @@ def test_an_invalid_fixed_script_counts_all_its_samples_in_the_progress():
         (TASKS, {"batch": 0}, "batch=0"),
         (TASKS, {"system": "structure:moa"}, "unknown system"),
         (TASKS + TASKS[:1], {}, "'sum:s1'"),
+        (TASKS, {"system": "vote:calls"}, "a vote needs a budget: no row of task 'sum:s1'"),
     ],
 )
 def test_what_can_not_be_evaluated_is_refused(tasks, options, says):
@@ -394,6 +461,252 @@ def test_tasks_whose_gold_can_not_be_graded_are_left_out():
     kept, bad = usable_tasks([*tasks, code])
     assert [task.id for task in kept] == ["t0", "t4", "code"]
     assert [task.id for task in bad] == ["t1", "t2", "t3"]
+
+
+# --- majority votes ----------------------------------------------------------------------------
+
+
+def test_systems_are_named_once_and_a_vote_follows_what_it_is_compared_with():
+    assert parse_systems("designed, vote:calls,structure:pipeline", SCRIPTS) == [
+        "designed",
+        "vote:calls",
+        "structure:pipeline",
+    ]
+    for text, says in [
+        ("designed,designed", "once"),
+        ("vote:tokens,designed", "--system designed,vote:tokens"),
+        ("designed,,single", "unknown system ''"),
+        ("designed,vote", "unknown system 'vote'"),
+    ]:
+        with pytest.raises(UsageError, match=says):
+            parse_systems(text, SCRIPTS)
+
+
+def question(answer="1/2", kind="math", **more):
+    return Task("q", kind, "?", answer=answer, **more)
+
+
+@pytest.mark.parametrize(
+    "answers, winner",
+    [
+        (["3", "1/2", "0.5", "3", r"\frac{1}{2}"], 1),  # three ways to write one half
+        (["3", "1/2", "0.5", "3"], 0),  # of two groups of one size the earlier
+        (["3", None, "", None, "7", "7"], 4),  # no answer, no vote
+        ([None, None], 0),
+        (["x" * 20_000, "5", "x" * 20_000], 0),  # too long for the verifier, yet equal texts
+        (["10", "010", "10.0", "3", "3"], 0),
+    ],
+)
+def test_the_largest_group_of_equal_answers_wins(answers, winner):
+    replies = ["I give up." if a is None else rf"So \boxed{{{a}}}." for a in answers]
+    assert majority(question(), replies) == winner
+
+
+def test_answers_may_be_as_far_apart_as_the_task_allows():
+    replies = [r"\boxed{7}", r"\boxed{0.33}", r"\boxed{0.34}"]
+    assert majority(question("0.335", tolerance=0.02), replies) == 1
+    assert majority(question("0.335"), replies) == 0
+
+
+DOUBLE = {"inputs": ["1\n", "2\n", "0\n"], "outputs": ["9", "9", "9"], "fn_name": None}
+
+
+def test_programs_vote_by_what_they_print_not_by_what_was_expected(best_isolation):
+    programs = {
+        "triple": "print(int(input()) * 3)",
+        "dies": "1 / 0",
+        "double": "n = int(input())\nprint(n * 2)",
+        "nines": "print(9)",  # all that the tests ask for, which is not looked at
+        "plus": "n = int(input())\nprint( n + n , '' )",
+        "dies too": "1 / 0",
+        "dies as well": "[][0]",
+    }
+    replies = [f"```python\n{program}\n```" for program in programs.values()] + ["No idea."]
+    winner = majority(question(kind="code", tests=DOUBLE), replies)
+    assert list(programs)[winner] == "double"
+    call = {"inputs": ["1", "[2]"], "outputs": ["0", "0"], "fn_name": "f"}
+    codes = ["def f(x): return x", "def f(x): return [x]", "def f(y):\n    return y"]
+    replies = [f"```python\n{code}\n```" for code in (codes[1], codes[0], codes[2])]
+    assert majority(question(kind="code", tests=call), replies) == 1
+
+
+def test_a_program_that_sometimes_works_has_a_vote_and_is_told_apart(best_isolation):
+    half = behaviour("n = int(input())\nprint(1 // n)", DOUBLE)
+    assert half == [["1"], ["0"], "error"]
+    assert behaviour("1 / 0", DOUBLE) == behaviour("", DOUBLE) == []
+    many = DOUBLE | {"inputs": ["1\n"] * 20}
+    assert len(behaviour("print(1)", many)) == module.VOTE_INPUTS
+    assert behaviour("def f(): pass", {"check": "..."}) == ["def f(): pass"]
+
+
+class Lengths(ScriptedEngine):
+    """Every reply has a number of tokens that depends on its seed: 1 to 7."""
+
+    def __init__(self, reply):
+        super().__init__(reply)
+        self.seeds = {}
+
+    def submit(self, key, messages, *, max_tokens, temperature, seed):
+        self.seeds[key] = seed
+        super().submit(key, messages, max_tokens=max_tokens, temperature=temperature, seed=seed)
+
+    def step(self):
+        return [
+            SimpleNamespace(**{**vars(c), "output_ids": [1] * (1 + self.seeds[c.key] % 7)})
+            for c in super().step()
+        ]
+
+
+def box(key, messages, seed):
+    if messages[0]["role"] == "system":
+        return fenced(sorted(SCRIPTS)[seed % 3])
+    return rf"\boxed{{{8 if seed % 5 < 2 else 100 + seed % 7}}}"  # 8 is right and most frequent
+
+
+def vote(system, budgets, tasks=TASKS, samples=4, **options):
+    grade = lambda task, answer: float(answer == r"\boxed{8}")  # noqa: E731
+    options = {"scripts": SCRIPTS, "designer_prompt": toy.DESIGNER_PROMPT, **options}
+    return evaluate(
+        tasks, Lengths(box), FakePool(), grade,
+        system=system, budgets=budgets, samples=samples, seed=3, **options,
+    )  # fmt: skip
+
+
+def test_a_vote_makes_as_many_calls_as_the_sample_that_it_is_compared_with():
+    designed = vote("designed", ()).rows
+    rows = vote("vote:calls", designed).rows
+    assert [(row.task, row.sample, row.calls) for row in rows] == [
+        (row.task, row.sample, row.calls) for row in designed
+    ]
+    assert len({row.calls for row in rows}) > 1
+    assert {row.structure for row in rows} == {"single"} and {row.status for row in rows} == {"ok"}
+    more = [make_row(task.id, sample=k, calls=40) for task in TASKS for k in range(4)]
+    alone = [make_row(task.id, sample=k, calls=1) for task in TASKS for k in range(4)]
+    assert vote("vote:calls", more).mean() == 1.0  # 40 % of 40 against at most 10 % each
+    assert 0 < vote("vote:calls", alone).mean() < 1
+
+
+def test_a_vote_has_at_least_the_tokens_and_only_its_last_reply_goes_over():
+    budgets = [
+        make_row(task.id, sample=k, tokens=n)
+        for task in TASKS
+        for k, n in enumerate((1, 12, 50, 200))
+    ]
+    rows = vote("vote:tokens", budgets).rows
+    for row, budget in zip(rows, budgets, strict=True):
+        assert budget.tokens <= row.tokens < budget.tokens + 7
+        assert row.calls <= budget.tokens
+    assert len({row.calls for row in rows}) > 4
+    # The replies are those of a vote by calls of the same number: the draws are the same.
+    calls = [make_row(row.task, sample=row.sample, calls=row.calls) for row in rows]
+    assert vote("vote:calls", calls).rows == rows
+
+
+@pytest.mark.parametrize("system", ["vote:calls", "vote:tokens"])
+def test_a_vote_depends_neither_on_the_batch_nor_on_which_tasks_are_left(system):
+    budgets = [
+        make_row(task.id, sample=k, tokens=9 * k + 3, calls=k + 1)
+        for task in TASKS
+        for k in range(4)
+    ]
+    kept = []
+    whole = vote(system, budgets, on_rows=kept.append).rows
+    kept.sort(key=lambda rows: [task.id for task in TASKS].index(rows[0].task))  # as they end
+    assert [row for rows in kept for row in rows] == whole and len(kept) == len(TASKS)
+    assert vote(system, budgets, batch=1).rows == whole
+    assert vote(system, budgets, tasks=TASKS[1:], places=[1, 2]).rows == whole[4:]
+
+
+def test_only_the_winner_of_a_vote_is_scored_and_a_failed_one_has_none():
+    """Prompts that don't fit: each ballot ends after one try, without a call."""
+
+    class PromptTooLong(ValueError):
+        pass
+
+    class Full(ScriptedEngine):
+        def submit(self, key, messages, **more):
+            raise PromptTooLong("too long")
+
+    scored = []
+
+    def grade(task, answer):
+        scored.append(answer)
+        return 1.0
+
+    budgets = [make_row(task.id, calls=5) for task in TASKS]
+    options = {"scripts": SCRIPTS, "system": "vote:calls", "budgets": budgets}
+    result = evaluate(TASKS, Full(box), FakePool(), grade, **options)
+    assert {(row.status, row.reward, row.calls) for row in result.rows} == {
+        ("context_overflow", 0.0, 0)
+    }
+    assert scored == []
+    evaluate(TASKS, Lengths(box), FakePool(), grade, **options)
+    assert len(scored) == 3
+
+
+def test_a_vote_by_tokens_needs_an_engine_that_counts_them():
+    budgets = [make_row(task.id, tokens=0) for task in TASKS]
+    with pytest.raises(UsageError, match="counts tokens"):
+        run(engine_of(None, None), system="vote:tokens", budgets=budgets)
+
+
+def test_seconds_go_from_the_first_call_of_a_sample_to_its_answer(monkeypatch):
+    now = 0.0
+
+    class Slow(ScriptedEngine):
+        def step(self):
+            nonlocal now
+            now += 10.0
+            return super().step()
+
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+
+    def seconds(system, **more):
+        engine = Slow(box)
+        options = {"scripts": SCRIPTS, "designer_prompt": toy.DESIGNER_PROMPT, **more}
+        rows = evaluate(TASKS[:1], engine, FakePool(), grade, system=system, **options).rows
+        return [(row.structure, row.seconds) for row in rows]
+
+    assert seconds("structure:pipeline", samples=2) == [("pipeline", 20.0)] * 2
+    steps = {"single": 20.0, "ensemble": 20.0, "pipeline": 30.0}
+    designed = seconds("designed", samples=6)
+    assert len(set(designed)) > 1 and all(steps[name] == took for name, took in designed)
+    assert seconds("vote:calls", budgets=[make_row("sum:s1", calls=5)]) == [("single", 10.0)]
+
+
+# --- what is there of an interrupted one -------------------------------------------------------
+
+
+def test_rows_come_back_from_the_file_and_a_cut_line_does_not(tmp_path):
+    path, request = tmp_path / "out.partial.jsonl", {"samples": 1, "model": "m"}
+    with pytest.raises(KeyboardInterrupt), Partial(path, request) as partial:
+        partial.add("single", 2.0, [make_row("a", 1.0, answer="\ud800")])
+        partial.add("single", 3.0, [make_row("b", 0.0)])
+        raise KeyboardInterrupt
+    path.write_bytes(path.read_bytes() + b'{"system": "single", "seconds": 9')
+    with pytest.raises(KeyboardInterrupt), Partial(path, request) as partial:
+        assert partial.rows == {"single": [make_row("a", 1.0, answer="\ud800"), make_row("b", 0.0)]}
+        assert partial.wall_seconds == {"single": 5.0}
+        partial.add("designed", 1.0, [make_row("a", 1.0)])
+        raise KeyboardInterrupt
+    with Partial(path, request) as partial:
+        assert [len(partial.rows[name]) for name in ("single", "designed")] == [2, 1]
+    assert not path.exists()
+
+
+def test_the_file_of_another_evaluation_is_refused_and_left(tmp_path):
+    path = tmp_path / "out.partial.jsonl"
+    cases = [
+        (json.dumps({"request": {"samples": 2, "model": "m"}}) + "\n", "with other samples: rem"),
+        ("# notes\n", "no file of this program"),
+        ("[1]\n", "no file of this program"),
+        (json.dumps({"request": {"samples": 1}}) + '\n{"system": "x"}\n', "no file of this pr"),
+    ]
+    for text, says in cases:
+        path.write_text(text)
+        with pytest.raises(UsageError, match=says), Partial(path, {"samples": 1}):
+            pass
+        assert path.read_text() == text
 
 
 # --- HumanEval and golds -----------------------------------------------------------------------
@@ -556,7 +869,7 @@ def test_ctrl_c_ends_the_golds_at_once_and_writes_nothing(tmp_path, capsys, monk
     assert main(["--check-golds", str(path), "--isolation", "best"]) == 130
     assert time.monotonic() - began < 60  # to run them all takes eight minutes, on any machine
     said = capsys.readouterr()
-    assert said.out == "" and said.err == "\nevaluate.py: stopped, nothing was written\n"
+    assert said.out == "" and said.err == "\nevaluate.py: stopped\n"
     assert list(tmp_path.iterdir()) == [path]
     assert threading.active_count() <= threads
 
@@ -711,8 +1024,14 @@ def test_the_command_on_the_toy_tasks(tiny, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "8 of 8 samples" in done.stderr and "| product " in done.stdout
     report = json.loads(out.read_text())
-    assert report["all"]["tasks"] == 4 and report["settings"]["executor_max_tokens"] == 4
-    assert set(report["sources"]) == set(toy.KINDS)
+    assert (
+        report["systems"]["structure:pipeline"]["all"]["tasks"] == 4
+        and report["settings"]["executor_max_tokens"] == 4
+    )
+    (figures,) = report["systems"].values()
+    assert set(figures["sources"]) == set(toy.KINDS) and figures["wall_seconds"] > 0
+    assert out.with_suffix(".md").read_text().strip() == done.stdout.strip()
+    assert not list(tmp_path.glob("*partial*"))
     assert [row["sample"] for row in report["rows"]] == [0, 1] * 4
     assert {row["structure"] for row in report["rows"]} == {"pipeline"}
     assert {row["status"] for row in report["rows"]} == {"ok"}
@@ -738,14 +1057,110 @@ def test_the_command_on_a_file_of_rows(tiny, tmp_path, capsys):
 
     small = [*flags, "--system", "single", "--max-context", 30, "--out", out, "--n-tasks", 2]
     assert main([str(x) for x in small]) == 0
-    assert json.loads(out.read_text())["all"]["statuses"] == {"context_overflow": 3}
+    statuses = lambda name: json.loads(out.read_text())["systems"][name]["all"]["statuses"]  # noqa
+    assert statuses("single") == {"context_overflow": 3}
 
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("Design.\n[user]\n{question}")
     designed = [*flags, "--designer-prompt", prompt, "--executor-model", tiny, "--out", out]
     assert main([str(x) for x in designed]) == 0
-    assert json.loads(out.read_text())["all"]["statuses"] == {"invalid_design": 4}
+    assert statuses("designed") == {"invalid_design": 4}
     assert {row["calls"] for row in json.loads(out.read_text())["rows"]} == {1}
+
+
+KILLED_IN_THE_VOTE = """
+import os, signal, sys
+import evaluate
+
+add = evaluate.Partial.add
+
+def killed(self, system, seconds, rows):
+    add(self, system, seconds, rows)
+    if system.startswith("vote"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+evaluate.Partial.add = killed
+evaluate.main(sys.argv[1:])
+"""
+
+
+def test_an_interrupted_evaluation_goes_on_where_it_was(tiny, tmp_path, capsys, monkeypatch):
+    """Ctrl-C after the fifth task, then kill -9 in the vote: the rows of a run that had neither."""
+    config = {"preset": "toy", "isolation": "best", "deterministic": True, "executor_max_tokens": 4}
+    (tiny / "run_config.json").write_text(json.dumps(config | {"designer_max_tokens": 4}))
+    flags = ["--model", tiny, "--n-tasks", 6, "--samples", 2, "--system"]
+    systems = "structure:ensemble,vote:calls"
+    whole, out = tmp_path / "whole.json", tmp_path / "out.json"
+    flags = [str(flag) for flag in [*flags, systems, "--out"]]
+    assert main([*flags, str(whole)]) == 0
+
+    add = Partial.add
+
+    def interrupted(self, system, seconds, rows):
+        add(self, system, seconds, rows)
+        if sum(map(len, self.rows.values())) == 10:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Partial, "add", interrupted)
+    assert main([*flags, str(out)]) == 130
+    said = capsys.readouterr()
+    assert "10 samples are kept in" in said.err and "the same command goes on" in said.err
+    assert not out.exists()
+    lines = Path(f"{out}.partial.jsonl").read_text().splitlines()
+    assert len(lines) == 6
+
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_IN_THE_VOTE, *flags, str(out)], cwd=REPO, timeout=300
+    )
+    assert done.returncode == -signal.SIGKILL
+    monkeypatch.setattr(Partial, "add", add)
+    played = []
+
+    def counting(tasks, *args, **options):
+        played.append((options["system"], len(tasks)))
+        return evaluate(tasks, *args, **options)
+
+    monkeypatch.setattr(module, "evaluate", counting)
+    assert main([*flags, str(out)]) == 0
+    assert played == [("vote:calls", 5)]
+
+    def rows(path):
+        report = json.loads(path.read_text())
+        return [{k: v for k, v in row.items() if k != "seconds"} for row in report["rows"]]
+
+    assert rows(out) == rows(whole) and len(rows(out)) == 24
+    assert [path.name for path in tmp_path.glob("out*")] == ["out.json", "out.md"]
+    Path(f"{out}.partial.jsonl").write_text(lines[0] + "\n")
+    assert main([*flags, str(out), "--samples", "3"]) == 2
+    assert "is of an evaluation with other samples" in capsys.readouterr().err
+    (tiny / "model.safetensors").touch()
+    assert main([*flags, str(out)]) == 2
+    assert "is of an evaluation with other weights" in capsys.readouterr().err
+
+
+def test_two_reports_on_the_same_tasks_are_compared(tiny, tmp_path, capsys):
+    data = write_rows(tmp_path / "rows.jsonl", ROWS[:2])
+    flags = ["--model", tiny, "--data", data, "--isolation", "best", "--max-tokens", "3"]
+    first, second = tmp_path / "before.json", tmp_path / "after.json"
+    flags = [str(flag) for flag in [*flags, "--system", "single", "--out"]]
+    assert main([*flags, str(first)]) == 0
+    capsys.readouterr()
+    report = json.loads(first.read_text())
+    for row in report["rows"]:
+        row["reward"] = 1.0
+    first.write_text(json.dumps(report))
+    assert main([*flags, str(second), "--compare", str(first)]) == 0
+    said = capsys.readouterr()
+    assert "| single - single of before | rows   | -1.000 | -1.000 to -1.000 |" in said.out
+    assert [d["mean"] for d in json.loads(second.read_text())["differences"]] == [-1.0]
+    assert len(json.loads(second.read_text())["rows"]) == 2
+    one = [*flags, str(second), "--compare", str(first), "--n-tasks", "1"]
+    assert main(one) == 2
+    assert "is of other tasks" in capsys.readouterr().err
+    for text in ("{}", "no json", '{"rows": 1, "tasks_digest": ""}'):
+        first.write_text(text)
+        with pytest.raises(UsageError, match="give a report that --out wrote"):
+            read_report(str(first), "")
 
 
 def test_data_names_may_be_a_file_with_a_comma(tmp_path):
@@ -791,6 +1206,9 @@ def test_usage_errors_are_one_line_and_exit_2(tiny, tmp_path, capsys):
         (["--model", tiny, "--data", data, "--max-context", "5000"], "knows 1024 positions"),
         (["--model", tiny, "--data", data, "--out", tmp_path / "no" / "x.json"], "folder"),
         (["--model", tiny, "--data", data, "--out", tmp_path], "--out"),
+        (["--model", tiny, "--data", data, "--out", tmp_path / "x.md"], "name the JSON file"),
+        (["--model", tiny, "--system", "vote:calls"], "--system designed,vote:calls"),
+        (["--model", tiny, "--data", data, "--isolation", "best", "--compare", data], "--compare"),
         (["--model", tiny, "--data", data, "--isolation", "none"], "--isolation"),
     ]
     for flags, says in cases:

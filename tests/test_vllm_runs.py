@@ -52,3 +52,26 @@ def test_a_toy_run_through_vllm(launch, cold_start, tmp_path):
         assert line["trained_tokens"] > 0 and line["grad_norm"] > 0
         assert sum(line[name] for name in line if name.startswith("status/")) == 3 * 4 * 4
     assert (tmp_path / "r/table.md").read_text().count("after") > 1
+
+
+def test_an_evaluation_through_vllm(cold_start, tmp_path):
+    """At temperature 0 both engines draw the same: the same rows, but for the seconds."""
+    reports = {}
+    for engine in ("vllm", "torch"):
+        out = tmp_path / f"{engine}.json"
+        argv = ["--model", cold_start, "--n-tasks", 6, "--system", "designed,vote:calls"]
+        argv += ["--temperature", 0, "--engine", engine, "--out", out]
+        done = subprocess.run(
+            [sys.executable, *map(str, [ROOT / "evaluate.py", *argv])],
+            capture_output=True,
+            text=True,
+            env=dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"),
+            timeout=500,
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"{engine} engine on cpu" in done.stderr
+        reports[engine] = json.loads(out.read_text())
+        for row in reports[engine]["rows"]:
+            assert row.pop("seconds") > 0 and row["tokens"] > 0
+    assert reports["vllm"]["rows"] == reports["torch"]["rows"]
+    assert reports["vllm"]["engine"] == "vllm on cpu"
