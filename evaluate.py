@@ -802,7 +802,7 @@ def parts_of(result: Result) -> dict[str, Result]:
 
 
 def results_text(results: dict[str, Result]) -> str:
-    """The table that the command prints: a row a source and system."""
+    """The table that the command prints: a row a source and system; pass@k for several samples."""
 
     def listed(counts: dict) -> str:
         return ", ".join(
@@ -811,18 +811,21 @@ def results_text(results: dict[str, Result]) -> str:
         )
 
     parts = {name: parts_of(result) for name, result in results.items()}
+    several = any(row.sample for result in results.values() for row in result.rows)
+    header = ["source", "system", "tasks", "mean", "95 % interval"]
+    header += ["pass@k (k)"] * several + ["calls", "tokens", "seconds", "structures", "statuses"]
     rows = []
     for source in next(iter(parts.values())):
         for name in results:
             d = describe(parts[name][source])
             interval = f"{d['low']:.3f} to {d['high']:.3f}"
-            k, best = list(d["pass_at"].items())[-1]
-            prices = [f"{best:.3f} ({k})", f"{d['calls']:.1f}", f"{d['tokens']:.0f}"]
-            prices.append(f"{d['seconds']:.1f}")
-            shares, statuses = listed(d["structures"]), listed(d["statuses"])
-            rows.append([source, name, d["tasks"], d["mean"], interval, *prices, shares, statuses])
-    header = "source, system, tasks, mean, 95 % interval, pass@k (k), calls, tokens, seconds"
-    return markdown_table(rows, f"{header}, structures, statuses".split(", "))
+            cells = [source, name, d["tasks"], d["mean"], interval]
+            if several:
+                k, best = list(d["pass_at"].items())[-1]
+                cells.append(f"{best:.3f} ({k})")
+            cells += [f"{d['calls']:.1f}", f"{d['tokens']:.0f}", f"{d['seconds']:.1f}"]
+            rows.append([*cells, listed(d["structures"]), listed(d["statuses"])])
+    return markdown_table(rows, header)
 
 
 def differences_of(results: dict[str, Result]) -> list[dict]:

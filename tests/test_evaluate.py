@@ -237,12 +237,20 @@ def test_describe_and_the_table():
         "statuses": {"ok": 1, "crashed": 1},
     }
     lines = cells(results_text({"designed": result}))
-    header = "source,system,tasks,mean,95 % interval,pass@k (k),calls,tokens,seconds"
-    assert lines[0] == f"{header},structures,statuses".split(",")
-    first = "sum,designed,1,1.000,1.000 to 1.000,1.000 (1),5.0,100,1.5,single 1.00,ok 1"
+    header = "source,system,tasks,mean,95 % interval,calls,tokens,seconds,structures,statuses"
+    assert lines[0] == header.split(",")
+    first = "sum,designed,1,1.000,1.000 to 1.000,5.0,100,1.5,single 1.00,ok 1"
     assert lines[2] == first.split(",")
-    last = "all,designed,2,0.500,0.000 to 1.000,0.500 (1),3.0,55,1.0".split(",")
+    last = "all,designed,2,0.500,0.000 to 1.000,3.0,55,1.0".split(",")
     assert lines[4] == [*last, "single 0.50, pipeline 0.50", "ok 1, crashed 1"]
+    twice = [*rows, make_row("a", 0.0, sample=1), make_row("b", 0.0, sample=1, source="product")]
+    lines = cells(results_text({"designed": Result("designed", twice)}))
+    assert lines[0][5] == "pass@k (k)"
+    assert [line[3:6:2] for line in lines[2:]] == [
+        ["0.500", "1.000 (2)"],
+        ["0.000", "0.000 (2)"],
+        ["0.250", "0.500 (2)"],
+    ]
 
 
 def cells(table):
