@@ -923,7 +923,7 @@ def load_model(folder: str | Path, device: str, dtype: torch.dtype | None = None
 
 
 def choose_engine(wanted: str, device: str) -> str:
-    """ "torch" or "vllm" for what is wanted; "auto" is vLLM on CUDA if it is installed.
+    """Which engine is wanted, torch or vllm; "auto" is vLLM on CUDA if it is installed.
 
     Raises EngineError for a vLLM that is wanted and not there.
     """
