@@ -62,43 +62,28 @@ import tempfile
 import textwrap
 import threading
 import time
-import tokenize
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import transformers
 
 import design
+import evaluate
 import toy
-from data import DataError, OneLineParser, Task, load
+from data import OneLineParser, Task, load
 from engine import find_model, open_engine
-from evaluate import (
-    EVALUATION_STEP,
-    SAMPLING,
-    TOY_TASKS,
-    UsageError,
-    device_of,
-    evaluation_score,
-    forced_structure,
-    is_toy,
-    one_line_errors,
-    read_settings,
-    reward_names,
-    settings_of,
-    write_text,
-)
-from execute import DESIGNER, Call, Rollout, question_text, rollout
+from evaluate import UsageError
+from execute import DESIGNER, Call, question_text, rollout
 from reward import usable_tasks
 from sandbox import ScriptPool, configure
 
 HOST, PORT = "127.0.0.1", 8333
 MAX_QUESTION = 20_000  # characters
 MAX_BODY = 128 * 1024  # bytes of a request
-PING_S = 15.0  # a silent stream says this often that it lives, and so learns who is gone
-WAKE_S = 0.5  # the server's main thread looks up this often
 SHOWN_LINES = 12  # of a text in the terminal
 SHADES = (0.1, 0.5, 1.0, 2.0, 4.0)  # nats
 NODE_W, NODE_H, GAP_X, GAP_Y, SIDE = 158, 46, 22, 44, 60  # pixels of the graph
@@ -145,13 +130,14 @@ class LiveRun:
     status: str = ""  # "" while it runs
     error: str | None = None
     reward: float | None = None
+    tokenizer: object = None  # of the engine, once it is over
     started: float = field(default_factory=time.monotonic)
     seconds: float = 0.0
 
     def take(self, event: dict) -> None:
         self.seconds = time.monotonic() - self.started
         if event["event"] == "call_started":
-            asked = event["role"], event["agent"], event["messages"], event["turn"]
+            asked = [event[name] for name in ("role", "agent", "messages", "turn")]
             call = LiveCall(*asked, self.seconds)
             if event["execution"] == DESIGNER:
                 self.designed = call
@@ -167,10 +153,19 @@ class LiveRun:
     def call_of(self, event: dict) -> LiveCall:
         return self.designed if event["execution"] == DESIGNER else self.calls[event["call"]]
 
-    def finish(self, rolled: Rollout) -> None:
-        """Takes over what the events don't tell: ids, log-probs, errors."""
-        drawn = rolled.designs[0]
-        execution = drawn.executions[0]
+    def play(self, engine, pool, show: Callable[[LiveRun, dict], None], **options) -> None:
+        """A design of the task and its execution; show(self, event) at each event of rollout."""
+
+        def on_event(event: dict) -> None:
+            self.take(event)
+            show(self, event)
+
+        score = evaluate.evaluation_score if self.graded else lambda task, answer: 0.0
+        options |= {"step": evaluate.EVALUATION_STEP, "on_event": on_event}
+        [rolled] = rollout([self.task], engine, pool, score, n_designs=1, n_executions=1, **options)
+        # What the events don't tell: ids, log-probs, errors.
+        [drawn], self.tokenizer = rolled.designs, engine.tokenizer
+        [execution] = drawn.executions
         if self.designed:
             self.designed.call = drawn.call
         for live, call in zip(self.calls, execution.calls, strict=True):
@@ -184,38 +179,13 @@ class LiveRun:
         >>> LiveRun(None, structure="single", status="ok", reward=1.0, graded=True).figures()
         ['single', 'ok', '0 calls', 'reward 1', '0.00 s']
         """
-        calls = [*self.calls, *([self.designed] if self.designed else [])]
-        parts = [self.structure] if self.structure else []
-        parts += [self.status or "running", f"{len(calls)} call{'s' * (len(calls) != 1)}"]
+        calls = [call for call in (self.designed, *self.calls) if call]
         tokens = sum(call.tokens() for call in calls)
-        parts += [f"{tokens} tokens"] if tokens else []
-        parts += [f"reward {self.reward:g}"] if self.status and self.graded else []
-        return [*parts, f"{self.seconds:.2f} s"]
-
-
-@dataclass
-class Player:
-    """Who plays: an engine, the sandbox's scripts, and how to sample (options of rollout)."""
-
-    engine: object
-    pool: ScriptPool
-    model: str
-    options: dict
-
-    def play(self, live: LiveRun, show: Callable[[LiveRun, dict], None], **more) -> None:
-        """A design of the live run's task and its execution; show(live, event) at each event."""
-
-        def on_event(event: dict) -> None:
-            live.take(event)
-            show(live, event)
-
-        def score(task, answer: str) -> float:
-            return evaluation_score(task, answer) if live.graded else 0.0
-
-        plan = {"n_designs": 1, "n_executions": 1, "step": EVALUATION_STEP, "on_event": on_event}
-        plan |= self.options | more
-        [rolled] = rollout([live.task], self.engine, self.pool, score, **plan)
-        live.finish(rolled)
+        parts = [self.structure, self.status or "running"]
+        parts.append(f"{len(calls)} call{'s' * (len(calls) != 1)}")
+        parts.append(f"{tokens} tokens" if tokens else None)
+        parts.append(f"reward {self.reward:g}" if self.status and self.graded else None)
+        return [part for part in parts if part] + [f"{self.seconds:.2f} s"]
 
 
 def handed_on(reply: str) -> set[str]:
@@ -280,17 +250,29 @@ def esc(text: object) -> str:
 def tag(name: str, *inside: str, **attributes: object) -> str:
     """An element of HTML or SVG. `inside` is HTML already; attributes are anybody's text.
 
-    >>> tag("text", esc("a<b"), x=1.25, class_="dim", text_anchor='"')
-    '<text x="1.2" class="dim" text-anchor="&quot;">a&lt;b</text>'
+    >>> tag("text", esc("a<b"), x=1.25, class_="dim", marker_end='"')
+    '<text x="1.25" class="dim" marker-end="&quot;">a&lt;b</text>'
     """
     named = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items()}
-    texts = {key: f"{x:.1f}" if isinstance(x, float) else x for key, x in named.items()}
-    listed = "".join(f' {key}="{esc(text)}"' for key, text in texts.items())
+    listed = "".join(f' {key}="{esc(value)}"' for key, value in named.items())
     return f"<{name}{listed}>{''.join(inside)}</{name}>"
 
 
 def pre(*inside: str) -> str:
     return tag("pre", "\n", *inside)  # the parser drops a line break at the start: not theirs
+
+
+STRUCTURE = (*design.CLASSES, "add_node", "add_nodes", "run")
+# A group's name is the element that marks it. A text without an end is one up to the script's end,
+# for a refused script may be no Python.
+LEXER = re.compile(
+    r"(?P<i>#[^\n]*)"
+    r"|(?P<q>(?:\b[bfrtuBFRTU]{1,2})?(?P<quote>\"{3}|'{3}|[\"'])"
+    r"(?:\\.?|(?!(?P=quote))[^\\])*(?:(?P=quote)|\Z))"
+    rf"|\b(?:(?P<b>{'|'.join(STRUCTURE)})|(?P<em>{'|'.join(keyword.kwlist)}))\b"
+    r"|\w+|.",
+    re.S,
+)
 
 
 def highlight(source: str) -> str:
@@ -299,33 +281,13 @@ def highlight(source: str) -> str:
     Only marks are added: the text of the result is the source, whatever it holds.
 
     >>> highlight("x = AgentNode('a')")
-    'x = <b>AgentNode</b>(<span class=q>&#x27;a&#x27;</span>)'
+    'x = <b>AgentNode</b>(<q>&#x27;a&#x27;</q>)'
     """
-    lines = list(io.StringIO(source))
-    starts = list(itertools.accumulate(map(len, lines), initial=0))
-    try:
-        tokens = list(tokenize.generate_tokens(iter(lines).__next__))
-    except (tokenize.TokenError, SyntaxError):  # a refused script may be no Python at all
-        return esc(source)
-    parts, done = [], 0
-    for token in tokens:
-        start, end = (min(starts[min(row - 1, len(lines))] + column, len(source))
-                      for row, column in (token.start, token.end))  # fmt: skip
-        mark = _mark(token)
-        if mark and done <= start < end:
-            parts += [esc(source[done:start]), mark.format(esc(source[start:end]))]
-            done = end
-    return "".join(parts) + esc(source[done:])
 
+    def mark(found: re.Match) -> str:
+        return tag(found.lastgroup, esc(found[0])) if found.lastgroup else esc(found[0])
 
-def _mark(token: tokenize.TokenInfo) -> str:
-    kind = tokenize.tok_name[token.type]
-    if kind == "NAME":
-        if token.string in (*design.CLASSES, "add_node", "add_nodes", "run"):
-            return "<b>{}</b>"
-        return "<span class=k>{}</span>" if keyword.iskeyword(token.string) else ""
-    is_text = "STRING" in kind  # also the parts of an f-string
-    return "<span class=q>{}</span>" if is_text else "<i>{}</i>" if kind == "COMMENT" else ""
+    return LEXER.sub(mark, source)
 
 
 def token_pieces(tokenizer, ids: list[int], logps: list[float]) -> list[tuple[str, int, float]]:
@@ -369,50 +331,42 @@ def reply_html(live: LiveCall, tokenizer) -> str:
 # --- the page of a run -------------------------------------------------------------------------
 
 STYLE = """
-:root{color-scheme:light dark;--bg:#fbfaf7;--card:#fff;--ink:#1d2330;--soft:#667085;--line:#d9d6cd;
---hot:224,122,60;--key:#8250df;--text:#0a6b4d;--node:#b3401c;--good:#1a7f37;--bad:#b42318}
-@media(prefers-color-scheme:dark){:root{--bg:#14171d;--card:#1c2129;--ink:#e4e7ec;--soft:#98a2b3;
---line:#363d49;--hot:240,140,70;--key:#c297ff;--text:#6fd3a8;--node:#ff9e64;--good:#56d364;
---bad:#ff7b72}}
+:root{color-scheme:light dark;--bg:light-dark(#fbfaf7,#14171d);--card:light-dark(#fff,#1c2129);
+--ink:light-dark(#1d2330,#e4e7ec);--soft:light-dark(#667085,#98a2b3);
+--line:light-dark(#d9d6cd,#363d49)}
 *{box-sizing:border-box}
 body{margin:0 auto;padding:1.2rem;max-width:62rem;background:var(--bg);color:var(--ink);
 font:15px/1.5 system-ui,sans-serif;overflow-wrap:break-word}
 h1{font-size:1.25rem;margin:0 0 .6rem}h2{font-size:1rem;margin:1.6rem 0 .5rem}
-h3{font-size:.9rem;margin:.6rem 0 .2rem}small,.soft,summary{color:var(--soft);font-size:.85rem}
-pre{margin:.3rem 0;padding:.6rem .8rem;background:var(--card);border:1px solid var(--line);
-border-radius:6px;font:13px/1.5 ui-monospace,monospace;white-space:pre-wrap;overflow-wrap:anywhere;
-max-height:32rem;overflow:auto;tab-size:4}
-pre b{color:var(--node)}.k{color:var(--key)}.q{color:var(--text)}pre i{color:var(--soft)}
-.chip,.key{display:inline-block;max-width:100%;font-size:.85rem}
-.chip{margin:.1rem .3rem .1rem 0;padding:.05rem .6rem;border-radius:1rem;
-border:1px solid var(--line);background:var(--card)}
-.good{color:var(--good);border-color:currentcolor}.bad{color:var(--bad);border-color:currentcolor}
-.call{margin:.7rem 0;padding:.5rem .8rem;border:1px solid var(--line);background:var(--card);
-border-left:4px solid var(--c,var(--line));border-radius:6px}
+h3{font-size:.9rem;margin:.6rem 0 .2rem}small,.soft,summary{color:var(--soft)}
+small,.soft,summary,.chip,table,.small{font-size:.85rem}
+pre,.chip,.call,textarea,button,select{color:inherit;background:var(--card);
+border:1px solid var(--line);border-radius:6px}
+pre{margin:.3rem 0;padding:.6rem .8rem;font:13px/1.5 ui-monospace,monospace;white-space:pre-wrap;
+overflow-wrap:anywhere;max-height:32rem;overflow:auto;tab-size:4}
+pre b{color:light-dark(#b3401c,#ff9e64)}pre em{font-style:normal;color:light-dark(#8250df,#c297ff)}
+pre q{quotes:none;color:light-dark(#0a6b4d,#6fd3a8)}pre i{color:var(--soft)}
+.chip{display:inline-block;max-width:100%;margin:.1rem .3rem .1rem 0;padding:.05rem .6rem;
+border-radius:1rem}
+.good{color:light-dark(#1a7f37,#56d364);border-color:currentcolor}
+.bad{color:light-dark(#b42318,#ff7b72);border-color:currentcolor}
+.call{margin:.7rem 0;padding:.5rem .8rem;border-left:4px solid var(--c)}
 .call:target{outline:2px solid var(--c)}.call pre{background:var(--bg)}
 .head{display:flex;flex-wrap:wrap;gap:.2rem .8rem;align-items:baseline;overflow-wrap:anywhere}
-.head svg{margin-left:auto;flex:none}
-.s1{background:rgba(var(--hot),.14)}.s2{background:rgba(var(--hot),.28)}
-.s3{background:rgba(var(--hot),.42)}.s4{background:rgba(var(--hot),.58)}
-.s5{background:rgba(var(--hot),.78)}
-.shades{font-size:.85rem}.shades span{display:inline-block;padding:0 .5rem}
+.bar{margin-left:auto;flex:none;width:120px;height:6px;background:linear-gradient(90deg,var(--line)
+var(--from),var(--c) 0 calc(var(--to) + 2px),var(--line) 0)}
+.s1{background:#e07a3c24}.s2{background:#e07a3c47}.s3{background:#e07a3c6b}
+.s4{background:#e07a3c94}.s5{background:#e07a3cc7}.small span{display:inline-block;padding:0 .5rem}
 .wide{overflow-x:auto;padding:2px}.wide svg{display:block;overflow:visible}
-svg text{fill:var(--ink);font:12px system-ui,sans-serif}
-svg .dim{fill:var(--soft);font-size:11px}svg rect.node{fill:var(--card);stroke:var(--c,var(--line));
-stroke-width:1.5}.wait{stroke-dasharray:4 3}.edge{fill:none;stroke:var(--soft);stroke-width:1.3}
-.edge.count{stroke-dasharray:3 4}svg .tip{fill:var(--soft)}svg .grid{stroke:var(--line)}
-svg .band{fill:var(--line);opacity:.45}svg .bar{fill:var(--c,var(--soft))}
-.curve{fill:none;stroke:var(--c);stroke-width:2}
-.key{margin-right:1rem}
-.key:before{content:"";display:inline-block;width:.8rem;height:.25rem;margin:0 .35rem .2rem 0;
-background:var(--c)}
-table{border-collapse:collapse;font-size:.85rem;margin:.5rem 0}
-td,th{padding:.2rem .7rem;text-align:left;border-bottom:1px solid var(--line);vertical-align:top}
+svg text{fill:var(--ink);font:12px system-ui,sans-serif}.node~text{text-anchor:middle}
+svg .dim{fill:var(--soft);font-size:11px}
+.node{fill:var(--card);stroke:var(--c,var(--line));stroke-width:1.5}.wait{stroke-dasharray:4 3}
+.edge{fill:none;stroke:var(--soft);stroke-width:1.3}.count{stroke-dasharray:3 4}
+table{border-collapse:collapse;margin:.5rem 0}
+td,th{padding:.2rem .7rem;text-align:left;border-bottom:1px solid var(--line)}
 .pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(20rem,100%),1fr));gap:0 1rem}
-textarea{width:100%;padding:.6rem;font:14px ui-monospace,monospace;color:inherit;
-background:var(--card);border:1px solid var(--line);border-radius:6px}
-button,select{padding:.3rem .9rem;font:inherit;color:inherit;background:var(--card);
-border:1px solid var(--line);border-radius:6px}
+textarea{width:100%;padding:.6rem;font:14px ui-monospace,monospace}
+button,select{padding:.3rem .9rem;font:inherit}
 """
 
 
@@ -436,10 +390,10 @@ def colour(i: int) -> str:
     return f"--c:hsl({(212 + 137.5 * i) % 360:.0f} 60% 55%)"
 
 
-def run_html(live: LiveRun, tokenizer=None) -> str:
+def run_html(live: LiveRun) -> str:
     """All of a run that is known so far."""
-    looks = {"ok": "chip good", "reward 1": "chip good", "reward 0": "chip bad"}
-    looks |= {live.status: "chip bad"} if live.status != "ok" else {}
+    looks = {live.status: "chip bad", "reward 0": "chip bad"}
+    looks |= {"ok": "chip good", "reward 1": "chip good"}
     chips = [tag("span", esc(text), class_=looks.get(text, "chip")) for text in live.figures()]
     origin = ", ".join(part for part in (live.label, live.model) if part)
     parts = ["<h2>Question</h2>", pre(esc(question_text(live.task)))]
@@ -453,122 +407,112 @@ def run_html(live: LiveRun, tokenizer=None) -> str:
     parts.append("<h2>Design</h2>")
     if live.script is not None:
         parts.append(pre(highlight(live.script)))
-    agents = {name: i for i, name in enumerate(dict.fromkeys(c.agent for c in live.calls))}
+    hues = {name: i for i, name in enumerate(dict.fromkeys(call.agent for call in live.calls))}
     if live.designed:
-        parts.append(call_html(live.designed, "designer", len(agents), live.seconds, tokenizer))
+        parts.append(call_html(live.designed, "designer", len(hues), live))
     if live.calls:
-        graph = tag("div", graph_svg(live, agents), class_="wide")
         surest = ["p > 0.9", "0.9", "0.6", "0.37", "0.14", "p < 0.02"]
         shades = [tag("span", esc(text), class_=f"s{i}") for i, text in enumerate(surest)]
-        parts += ["<h2>Agents</h2>", graph, tag("p", LEGEND, class_="soft"), "<h2>Calls</h2>"]
-        parts.append(tag("p", "The shade of a token: ", *shades, class_="shades"))
+        parts += ["<h2>Agents</h2>", tag("div", graph_svg(live, hues), class_="wide"), LEGEND]
+        parts += ["<h2>Calls</h2>", tag("p", "The shade of a token: ", *shades, class_="small")]
     for i, call in enumerate(live.calls, 1):
-        parts.append(call_html(call, str(i), agents[call.agent], live.seconds, tokenizer))
+        parts.append(call_html(call, str(i), hues[call.agent], live))
     return "\n".join(parts)
 
 
-LEGEND = """A row is a turn: its calls were asked for together and answered side by side. An arrow:
-this reply stands in that prompt. Dashed: it was counted or judged, not quoted."""
+LEGEND = """<p class=soft>A row is a turn: its calls were asked for together and answered side by
+side. An arrow: this reply stands in that prompt. Dashed: it was counted or judged, not quoted."""
 
 
-def call_html(live: LiveCall, name: str, hue: int, seconds: float, tokenizer) -> str:
+def call_html(call: LiveCall, name: str, hue: int, live: LiveRun) -> str:
     """One call: what it cost and when, its reply, and behind a click its prompt."""
     facts, title = ["running"], name
-    if live.ended is not None:
-        facts = [f"{live.ended - live.began:.2f} s from {live.began:.2f} s"]
-    if live.role == "executor":
-        facts.insert(0, f"turn {live.turn + 1}")
-        title = f"{name} {live.agent}"
-    if live.tokens():
-        mean = math.fsum(live.call.logp_sampler) / live.tokens()
-        facts.append(f"{len(live.call.prompt_ids)} + {live.tokens()} tokens")
+    if call.ended is not None:
+        facts = [f"{call.ended - call.began:.2f} s from {call.began:.2f} s"]
+    if call.role == "executor":
+        facts.insert(0, f"turn {call.turn + 1}")
+        title = f"{name} {call.agent}"
+    if call.tokens():
+        mean = math.fsum(call.call.logp_sampler) / call.tokens()
+        facts.append(f"{len(call.call.prompt_ids)} + {call.tokens()} tokens")
         facts.append(f"mean log-prob {mean:.2f}")
-    if live.call and live.call.finish_reason == "length":
+    if call.call and call.call.finish_reason == "length":
         facts.append("cut at the limit")
-    scale = 120 / max(seconds, 1e-9)
-    left, right = scale * live.began, scale * (live.ended or seconds)
-    rail = tag("rect", class_="band", width=120, height=6)
-    bar = tag("rect", class_="bar", x=left, width=max(right - left, 2.0), height=6)
-    head = tag("strong", esc(title)) + tag("small", esc(" · ".join(facts)))
-    head += tag("svg", rail, bar, width=120, height=6)
-    sent = [tag("h3", esc(each["role"])) + pre(esc(each["content"])) for each in live.messages]
+    began, ended = (x / max(live.seconds, 1e-9) for x in (call.began, call.ended or live.seconds))
+    bar = tag("span", class_="bar", style=f"--from:{began:.1%};--to:{ended:.1%}")
+    head = tag("strong", esc(title)) + tag("small", esc(" · ".join(facts))) + bar
+    sent = [tag("h3", esc(each["role"])) + pre(esc(each["content"])) for each in call.messages]
     prompt = tag("details", "<summary>prompt</summary>", *sent, id=f"prompt-{name}")
-    reply = "" if live.ended is None else reply_html(live, tokenizer)
+    reply = "" if call.ended is None else reply_html(call, live.tokenizer)
     body = tag("div", head, class_="head") + reply + prompt
     return tag("div", body, class_="call", id=f"call-{name}", style=colour(hue))
 
 
-def places(turns: Sequence[int]) -> tuple[list[tuple[float, float]], float, float]:
-    """Turns of calls -> their centres in the graph, its width and its height. Rows are centred.
+def places(turns: Sequence[float]) -> tuple[list[tuple[float, float]], float, float]:
+    """Turns of boxes -> their centres in the graph, its width and its height. Rows are centred.
 
     >>> places([0, 0, 1])
-    ([(139.0, 113.0), (319.0, 113.0), (229.0, 203.0)], 458, 316)
+    ([(139.0, 23.0), (319.0, 23.0), (229.0, 113.0)], 458, 136)
     """
     rows = [[i for i, turn in enumerate(turns) if turn == t] for t in sorted(set(turns))]
     width = max(map(len, rows)) * (NODE_W + GAP_X) - GAP_X + 2 * SIDE
     centres = {}
-    for y, row in enumerate(rows, 1):
+    for y, row in enumerate(rows):
         left = width / 2 - (len(row) - 1) * (NODE_W + GAP_X) / 2
         for x, i in enumerate(row):
             centres[i] = left + x * (NODE_W + GAP_X), y * (NODE_H + GAP_Y) + NODE_H / 2
-    height = (len(rows) + 2) * (NODE_H + GAP_Y) - GAP_Y
-    return [centres[i] for i in range(len(turns))], width, height
+    return [centres[i] for i in range(len(turns))], width, len(rows) * (NODE_H + GAP_Y) - GAP_Y
 
 
-def graph_svg(live: LiveRun, agents: dict[str, int]) -> str:
-    """The calls of a run as a graph, from the question above to the answer below."""
-    calls, sources = live.calls, flows(live.calls, question_text(live.task))
-    centres, width, height = places([call.turn for call in calls])
-    top, bottom = (width / 2, NODE_H / 2), (width / 2, height - NODE_H / 2)
-    edges = [(top, centres[k], "edge") for k, found in enumerate(sources) if not found]
-    edges += [(centres[j], centres[k], "edge") for k, found in enumerate(sources) for j in found]
+def graph_svg(live: LiveRun, hues: dict[str, int]) -> str:
+    """The calls of a run as a graph. Box 0 is the question; the calls follow; then the answer."""
+    calls, end = live.calls, len(live.calls) + 1
+    sources = flows(calls, question_text(live.task))
+    centres, width, height = places([-1, *(call.turn for call in calls), math.inf])
+    edges = [(j + 1, k, "edge") for k, found in enumerate(sources, 1) for j in found or {-1}]
     if live.status:
         answer = (live.answer or "").strip()
         saying = [j for j, call in enumerate(calls) if answer in handed_on(call.text)]
         saying = [j for j in saying if calls[j].turn == calls[saying[-1]].turn]
-        edges += [(centres[j], bottom, "edge") for j in saying]
+        edges += [(j + 1, end, "edge") for j in saying]
         counted = set(range(len(calls))) - set().union(saying, *sources)
-        edges += [(centres[j], bottom, "edge count") for j in sorted(counted)]
-    nodes = [_node(top, "question")]
-    for i, (call, centre) in enumerate(zip(calls, centres, strict=True), 1):
+        edges += [(j + 1, end, "edge count") for j in sorted(counted)]
+    reward = f"reward {live.reward:g}" if live.graded and live.status else live.status
+    nodes = [_node(centres[0], "question"), _node(centres[end], "answer", reward, live.status)]
+    for i, call in enumerate(calls, 1):
         detail = "running" if call.ended is None else f"{call.ended - call.began:.2f} s"
         detail = f"{call.tokens()} tokens, {detail}" if call.tokens() else detail
-        node = _node(centre, f"{i} {call.agent}", detail, call.ended, colour(agents[call.agent]))
+        hue = colour(hues[call.agent])
+        node = _node(centres[i], f"{i} {call.agent}", detail, call.ended is not None, hue)
         nodes.append(tag("a", node, href=f"#call-{i}"))
-    for turn, y in sorted({(call.turn, y) for call, (_, y) in zip(calls, centres, strict=True)}):
+    for turn, y in {call.turn: y for call, (_, y) in zip(calls, centres[1:], strict=False)}.items():
         nodes.append(tag("text", f"turn {turn + 1}", x=0, y=y + 4, class_="dim"))
-    reward = f"reward {live.reward:g}" if live.graded and live.status else live.status
-    nodes.append(_node(bottom, "answer", reward, live.status or None))
-    tip = tag("path", d="M0,0 L8,4 L0,8 z", class_="tip")
     size = {"refX": 7, "refY": 4, "markerWidth": 7, "markerHeight": 7, "orient": "auto"}
-    tip = tag("defs", tag("marker", tip, id="tip", viewBox="0 0 8 8", **size))
-    lines = [_edge(*edge, width) for edge in edges]
+    tip = tag("path", d="M0,0 L8,4 L0,8 z", style="fill:var(--soft)")
+    tip = tag("marker", tip, id="tip", viewBox="0 0 8 8", **size)
+    lines = [_edge(centres[start], centres[to], kind, width) for start, to, kind in edges]
     return tag("svg", tip, *lines, *nodes, width=width, height=height)
 
 
-def _node(centre: tuple, name: str, detail: str = "", ended: object = "", style: str = "") -> str:
-    x, y = centre
+def _node(centre: tuple, name: str, detail: str = "", done: object = True, style: str = "") -> str:
     short = name if len(name) <= 20 else f"{name[:19]}…"
-    shape = {"x": x - NODE_W / 2, "y": y - NODE_H / 2, "width": NODE_W, "height": NODE_H, "rx": 7}
-    inside = [tag("title", esc(name))]
-    inside.append(tag("rect", class_="node wait" if ended is None else "node", **shape))
-    middle = {"x": x, "text_anchor": "middle"}
-    inside.append(tag("text", esc(short), y=y - 3 if detail else y + 4, **middle))
-    inside.append(tag("text", esc(detail), y=y + 14, class_="dim", **middle))
-    return tag("g", *inside, style=style)
+    shape = {"x": -NODE_W / 2, "y": -NODE_H / 2, "width": NODE_W, "height": NODE_H, "rx": 7}
+    box = tag("rect", class_="node" if done else "node wait", **shape)
+    text = tag("text", esc(short), y=-3 if detail else 4)
+    more = tag("text", esc(detail), y=14, class_="dim")
+    place = "translate({:.1f} {:.1f})".format(*centre)
+    return tag("g", tag("title", esc(name)), box, text, more, style=style, transform=place)
 
 
 def _edge(start: tuple, end: tuple, kind: str, width: float) -> str:
     """From below one node to above another; around the nodes of the rows between them."""
     (x0, y0), (x1, y1) = start, end
     y0, y1 = y0 + NODE_H / 2, y1 - NODE_H / 2 - 2
-    bend, aside = (y1 - y0) / 2, 0.0
-    if y1 - y0 > GAP_Y:
-        aside = NODE_W * (1 if x0 + x1 >= width else -1)
-        x0, x1 = x0 + aside / 4, x1 + aside / 4
-    path = (x0, y0), (x0 + aside, y0 + bend), (x1 + aside, y1 - bend), (x1, y1)
-    [m, *c] = (f"{x:.0f},{y:.0f}" for x, y in path)
-    return tag("path", d=f"M{m} C{' '.join(c)}", class_=kind, marker_end="url(#tip)")
+    bend, side = (y1 - y0) / 2, 1 if x0 + x1 >= width else -1
+    aside = NODE_W * side if y1 - y0 > GAP_Y else 0
+    bends = f"{x0 + aside:.0f},{y0 + bend:.0f} {x1 + aside:.0f},{y1 - bend:.0f}"
+    path = f"M{x0:.0f},{y0:.0f} C{bends} {x1:.0f},{y1:.0f}"
+    return tag("path", d=path, class_=kind, marker_end="url(#tip)")
 
 
 # --- the terminal ------------------------------------------------------------------------------
@@ -611,25 +555,28 @@ def print_end(live: LiveRun) -> None:
 # --- the browser -------------------------------------------------------------------------------
 
 FORM = """<h1>MetaAgent-X: see it think</h1>
-<form><textarea name=question rows=3 required autofocus placeholder="{hint}"></textarea>
-<select name=kind><option>math<option>code</select> <button>ask</button>
-<small id=note role=status></small></form><main><p class=soft>No question yet.</p></main>"""
+<form><textarea name=question rows=3 required autofocus></textarea>
+<select name=kind><option>math<option>code</select> <button>ask</button> <small>{hint}</small>
+<small id=note role=status></small> <small id=lost class=bad hidden>not connected: is demo.py
+still running?</small></form><main><p class=soft>No question yet.</p></main>"""
 CLIENT = """
 const view = document.querySelector("main"), form = document.querySelector("form");
-const note = document.getElementById("note"), stream = new EventSource("/events");
-stream.onmessage = (event) => {
+const note = document.getElementById("note"), lost = document.getElementById("lost");
+let shown = "";
+setInterval(async () => {
+  const seen = await fetch("/view").then((reply) => reply.text()).catch(() => null);
+  lost.hidden = seen !== null;
+  if (seen === null || seen == shown) return;
   const open = [...view.querySelectorAll("details[open]")].map((each) => each.id);
-  view.innerHTML = JSON.parse(event.data);
+  view.innerHTML = shown = seen;
   for (const id of open) document.getElementById(id)?.setAttribute("open", "");
-};
-stream.onopen = () => { note.textContent = ""; };
-stream.onerror = () => { note.textContent = "not connected: is demo.py still running?"; };
+}, 250);
 form.onsubmit = async (event) => {
   event.preventDefault();
   const body = JSON.stringify({question: form.question.value, kind: form.kind.value});
   const headers = {"Content-Type": "application/json"};
   const reply = await fetch("/ask", {method: "POST", headers, body}).catch(() => null);
-  note.textContent = !reply ? "not connected" : reply.ok ? "" : await reply.text();
+  note.textContent = reply && !reply.ok ? await reply.text() : "";
 };
 form.question.onkeydown = (event) => {
   if (event.key == "Enter" && !event.shiftKey) { event.preventDefault(); form.requestSubmit(); }
@@ -658,24 +605,14 @@ def read_ask(body: bytes) -> Task:
         asked = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise UsageError("the body is not JSON") from error
-    if not isinstance(asked, dict) or asked.keys() != {"question", "kind"}:
-        raise UsageError("give question and kind, and nothing else")
-    if not isinstance(asked["question"], str) or asked["kind"] not in ("math", "code"):
-        raise UsageError("question is a text, kind is math or code")
-    return Task("question", asked["kind"], check_question(asked["question"]))
-
-
-HEADERS = {
-    "Cache-Control": "no-store",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-}
+    match asked:
+        case {"question": str(question), "kind": "math" | "code" as kind} if len(asked) == 2:
+            return Task("question", kind, check_question(question))
+    raise UsageError("give a question (a text), a kind (math or code), and nothing else")
 
 
 class Site(ThreadingHTTPServer):
-    """The served page: takes questions, one at a time, and shows what is published.
+    """The served page: takes questions, one at a time, and shows the view.
 
     The model's work stays on the main thread; requests are answered on their own.
     """
@@ -683,29 +620,21 @@ class Site(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, port: int, hint: str = ""):
-        super().__init__((HOST, port), Handler)
+        try:
+            super().__init__((HOST, port), Handler)
+        except OSError as error:
+            why = f"port {port} can't be used ({error.strerror})"
+            raise UsageError(f"{why}: give --port N") from error
         self.home = page("MetaAgent-X", FORM.format(hint=esc(hint)), CLIENT)
+        self.view = ""  # HTML of the run that is shown; the page asks for it again and again
         self.asked: queue.SimpleQueue[Task] = queue.SimpleQueue()
         self.busy = threading.Lock()  # held from a question to its answer
-        self.changed = threading.Condition()
-        self.version, self.view = 0, ""
 
     def next_question(self) -> Task:
         """Waits for one, but never for long: a Ctrl-C just before a wait is only seen after it."""
         while True:
             with suppress(queue.Empty):
-                return self.asked.get(timeout=WAKE_S)
-
-    def publish(self, view: str) -> None:
-        with self.changed:
-            self.version, self.view = self.version + 1, view
-            self.changed.notify_all()
-
-    def news(self, known: int) -> tuple[int, str]:
-        """(version, view), as soon as the version is not the known one, or after PING_S."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.version != known, timeout=PING_S)
-            return self.version, self.view
+                return self.asked.get(timeout=0.5)
 
     def handle_error(self, request, client_address) -> None:
         if not isinstance(sys.exc_info()[1], OSError):  # a client that left is no error
@@ -713,173 +642,142 @@ class Site(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET / and /events, POST /ask, for our own page only."""
+    """GET / and /view, POST /ask, for our own page only."""
 
     server: Site
     timeout = 30
 
-    def refusal(self) -> str:
-        """Why this request is not answered, or "": see the header, what is trusted."""
+    def refusal(self) -> tuple[int, str] | None:
+        """Why this request is not answered: see the header, what is trusted."""
         hosts = self.headers.get_all("Host") or [""]
         if len(hosts) > 1 or not re.fullmatch(r"(127\.0\.0\.1|localhost)(:\d+)?", hosts[0]):
-            return f"this is {HOST}: open it by that address"
-        origin = self.headers.get("Origin")
-        if origin is not None and origin != f"http://{hosts[0]}":
-            return "another origin may not ask here"
+            return 403, f"this is {HOST}: open it by that address"
+        if self.headers.get("Origin") not in (None, f"http://{hosts[0]}"):
+            return 403, "another origin may not ask here"
         if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
-            return "another site may not ask here: type the address yourself"
-        return ""
+            return 403, "another site may not ask here: type the address yourself"
+        return None
 
     def reply(self, status: int, text: str, kind: str = "text/plain") -> None:
-        self.start(status, kind)
-        self.wfile.write(text.encode())  # HTTP/1.0: the end of the connection ends the text
-
-    def start(self, status: int, kind: str) -> None:
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        for name, value in HEADERS.items():
-            self.send_header(name, value)
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("X-Frame-Options", "DENY")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
         self.end_headers()
+        self.wfile.write(text.encode())  # HTTP/1.0: the end of the connection ends the text
 
     def do_GET(self) -> None:
-        refusal = self.refusal()
-        if refusal:
-            self.reply(403, refusal)
-        elif self.path == "/":
-            self.reply(200, self.server.home, "text/html")
-        elif self.path == "/events":
-            self.stream()
-        else:
-            self.reply(404, "there is only /")
-
-    def stream(self) -> None:
-        """Server-sent events: the view, whenever it changes, until the client leaves."""
-        self.start(200, "text/event-stream")
-        sent = 0
-        while True:
-            version, view = self.server.news(sent)
-            line = f"data: {json.dumps(view)}" if version != sent else ": still here"
-            self.wfile.write(f"{line}\n\n".encode())
-            sent = version
+        known = {"/": (200, self.server.home, "text/html"), "/view": (200, self.server.view)}
+        self.reply(*(self.refusal() or known.get(self.path, (404, "there is only /"))))
 
     def do_POST(self) -> None:
+        self.reply(*(self.refusal() or self.ask()))
+
+    def ask(self) -> tuple[int, str]:
+        """Takes the question, unless it can't: (status, why)."""
         length = self.headers.get("Content-Length", "")
-        refusal = self.refusal()
-        if refusal:
-            return self.reply(403, refusal)
         if self.path != "/ask":
-            return self.reply(404, "there is only /ask")
+            return 404, "there is only /ask"
         if self.headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
-            return self.reply(415, "give application/json")
+            return 415, "give application/json"
         if not re.fullmatch(r"[0-9]{1,9}", length) or self.headers.get("Transfer-Encoding"):
-            return self.reply(411, "give a Content-Length")
+            return 411, "give a Content-Length"
         if int(length) > MAX_BODY:
-            return self.reply(413, f"give at most {MAX_BODY} bytes")
+            return 413, f"give at most {MAX_BODY} bytes"
         try:
             task = read_ask(self.rfile.read(int(length)))
         except UsageError as error:
-            return self.reply(400, str(error))
+            return 400, str(error)
         if not self.server.busy.acquire(blocking=False):
-            return self.reply(409, "one question is being answered: wait for its end")
+            return 409, "one question is being answered: wait for its end"
         self.server.asked.put(task)
-        self.reply(202, "asked")
+        return 202, "asked"
 
     def log_message(self, *_) -> None:
         """Standard error is for errors."""
 
 
-def open_site(port: int, hint: str) -> Site:
-    try:
-        return Site(port, hint)
-    except OSError as error:
-        raise UsageError(f"port {port} can't be used ({error.strerror}): give --port N") from error
-
-
-def serve(site: Site, player: Player) -> None:
+def serve(site: Site, play: Callable, model: str) -> None:
     """Answers the site's questions on this thread, until Ctrl-C."""
     threading.Thread(target=site.serve_forever, daemon=True).start()
     print(f"open http://{HOST}:{site.server_port} in a browser; Ctrl-C ends it", flush=True)
+
+    def show(live: LiveRun, event: dict) -> None:
+        site.view = run_html(live)
+
     try:
         for number in itertools.count():
-            task = site.next_question()
-            live = LiveRun(task, "", player.model)
-            player.play(live, lambda now, event: site.publish(run_html(now)), places=[number])
+            live = LiveRun(site.next_question(), "", model)
+            play(live, show=show, places=[number])
             site.busy.release()
-            site.publish(run_html(live, player.engine.tokenizer))
+            site.view = run_html(live)
     except KeyboardInterrupt:
         print("\nstopped")
     finally:
         site.shutdown()
-        site.server_close()
 
 
 # --- a training run as a page ------------------------------------------------------------------
 
 
-def read_log(text: str) -> tuple[list[dict], int]:
-    """(role and finite numbers of each step, number of other lines): a crash tears the last one.
+def read_step(written: str) -> dict | None:
+    """Role and finite numbers of a line of log.jsonl. None if it is no step: a crash tears one.
 
-    >>> read_log('{"step": 0, "role": "executor", "reward": 0.5, "loss": NaN}\\n{"step": 1, "re')
-    ([{'step': 0, 'reward': 0.5, 'role': 'executor'}], 1)
+    >>> read_step('{"step": 0, "role": "executor", "reward": 0.5, "loss": NaN}')
+    {'step': 0, 'reward': 0.5, 'role': 'executor'}
+    >>> read_step('{"step": 1, "re')
     """
-    lines, bad = [], 0
-    for written in text.splitlines():
-        try:
-            line = json.loads(written)
-        except (ValueError, RecursionError):
-            line = None
-        line = line if isinstance(line, dict) else {}
-        numbers = {n: x for n, x in line.items() if isinstance(x, int | float) and abs(x) < 1e15}
-        if isinstance(numbers.get("step"), int):
-            lines.append(numbers | {"role": str(line.get("role"))})
-        else:
-            bad += 1
-    return lines, bad
+    try:
+        line = json.loads(written)
+    except (ValueError, RecursionError):
+        return None
+    line = line if isinstance(line, dict) else {}
+    numbers = {n: x for n, x in line.items() if isinstance(x, int | float) and abs(x) < 1e15}
+    is_step = isinstance(numbers.get("step"), int)
+    return numbers | {"role": str(line.get("role"))} if is_step else None
 
 
-def curve(log: list[dict], value: Callable[[dict], object]) -> list[tuple[int, float]]:
-    """(step from 1, mean of the last WINDOW values), where there is a value.
+def curve(log: list[dict], name: str) -> list[tuple[int, float]]:
+    """(step from 1, mean of the last WINDOW values). A share of 0 is not written.
 
-    >>> curve([{"step": 0, "x": 1.0}, {"step": 1}, {"step": 2, "x": 0}], lambda m: m.get("x"))
+    >>> curve([{"step": 0, "x": 1.0}, {"step": 1}, {"step": 2, "x": 0}], "x")
     [(1, 1.0), (3, 0.5)]
     """
-    known = [(line["step"] + 1, value(line)) for line in log]
+    missing = 0.0 if name.startswith("structure/") else None
+    known = [(line["step"] + 1, line.get(name, missing)) for line in log]
     known = [(x, y) for x, y in known if y is not None]
-    means = []
-    for i, (x, _) in enumerate(known):
-        recent = [y for _, y in known[max(0, i + 1 - WINDOW) : i + 1]]
-        means.append((x, math.fsum(recent) / len(recent)))
-    return means
+    recent = [[y for _, y in known[max(0, i - WINDOW) : i]] for i in range(1, len(known) + 1)]
+    return [(x, math.fsum(ys) / len(ys)) for (x, _), ys in zip(known, recent, strict=True)]
 
 
-def charts(log: list[dict]) -> list[tuple[str, dict[str, list]]]:
-    """(title, name -> curve) of each chart that this log has values for."""
+BOTH_ROLES = {
+    "designer: mean over all designs": "reward",
+    "executor: mean over executions that ran": "executor_reward",
+    "valid designs": "valid_designs",
+}
+
+
+def charts(log: list[dict]) -> Iterator[tuple[str, dict[str, list]]]:
+    """(title, label -> curve) of each chart that this log has values for."""
     names = sorted({name for line in log for name in line})
-
-    def group(head: str, missing: float | None = None) -> dict[str, list]:
-        found = [n for n in names if n.startswith(f"{head}/") and "/" not in n[len(head) + 1 :]]
-        return {n[len(head) + 1 :]: curve(log, lambda m, n=n: m.get(n, missing)) for n in found}
-
-    shown = {name.removeprefix("reward/") for name in reward_names(names)}
-    kinds = {name: line for name, line in group("reward").items() if name in shown}
-    rewards = {
-        "designer: mean over all designs": curve(log, lambda m: m.get("reward")),
-        "executor: mean over executions that ran": curve(log, lambda m: m.get("executor_reward")),
-        "valid designs": curve(log, lambda m: m.get("valid_designs")),
-    }
-    wanted = [
-        ("Reward of both roles", rewards),
-        ("Reward by kind of task", kinds),
-        ("Structure shares of the valid designs", group("structure", 0.0)),
-    ]
-    for kind in kinds:
-        wanted.append((f"Structure shares, tasks {kind}", group(f"structure/{kind}", 0.0)))
-    wanted.append(("Constant groups of both roles", group("constant_groups")))
-    wanted.append(("Output tokens a call of both roles", group("length")))
-    if any(line.get("role") == "sft" for line in log):  # in RL the loss is near 0 and says nothing
-        wanted.append(("Loss", {"loss": curve(log, lambda m: m.get("loss"))}))
-    wanted = [(title, {n: c for n, c in curves.items() if c}) for title, curves in wanted]
-    return [(title, curves) for title, curves in wanted if curves]
+    kinds = [name.removeprefix("reward/") for name in evaluate.reward_names(names)]
+    wanted = {"Reward of both roles": BOTH_ROLES}  # title -> {label: name}
+    wanted["Reward by kind of task"] = {kind: f"reward/{kind}" for kind in kinds}
+    groups = {"structure": "Structure shares of the valid designs"}
+    groups |= {f"structure/{kind}": f"Structure shares, tasks {kind}" for kind in kinds}
+    groups |= {"constant_groups": "Constant groups of both roles"}
+    groups |= {"length": "Output tokens a call of both roles"}
+    for group, title in groups.items():
+        inside = [name for name in names if name.rpartition("/")[0] == group]
+        wanted[title] = {name.rpartition("/")[2]: name for name in inside}
+    if any(line["role"] == "sft" for line in log):  # in RL the loss is near 0 and says nothing
+        wanted["Loss"] = {"loss": "loss"}
+    for title, labels in wanted.items():
+        curves = {label: curve(log, name) for label, name in labels.items() if name in names}
+        if curves:
+            yield title, curves
 
 
 def stage_bands(log: list[dict]) -> list[tuple[float, float]]:
@@ -888,69 +786,60 @@ def stage_bands(log: list[dict]) -> list[tuple[float, float]]:
     >>> stage_bands([{"step": s, "role": r} for s, r in enumerate(["executor", "designer"] * 2)])
     [(1.5, 2.5), (3.5, 4.5)]
     """
-    runs = itertools.groupby(log, lambda line: line.get("role"))
+    runs = itertools.groupby(log, lambda line: line["role"])
     stages = [list(lines) for role, lines in runs if role == "designer"]
     return [(lines[0]["step"] + 0.5, lines[-1]["step"] + 1.5) for lines in stages]
 
 
+INK = "#010203"  # what matplotlib draws in it has the page's own colour of text, light or dark
+
+
 def chart_html(title: str, curves: dict[str, list], bands: list[tuple[float, float]]) -> str:
     """Curves over the steps, stages as bands, the legend with the last values below."""
-    left, right, top, bottom = 44, 740, 8, 196
-    steps = [x for points in curves.values() for x, _ in points]
-    first, last = min(steps), max(max(steps), min(steps) + 1)
-    most = max(y for points in curves.values() for _, y in points)
-    unit = 10 ** math.floor(math.log10(most)) if most > 1 else 1
-    high = max(math.ceil(most / unit), 1) * unit
+    import matplotlib  # slow, and only needed here
+    from matplotlib.colors import to_hex
+    from matplotlib.figure import Figure
 
-    def across(step: float) -> float:
-        return left + (min(max(step, first), last) - first) / (last - first) * (right - left)
-
-    parts, keys = [], []
+    figure = Figure(figsize=(8, 2.2), layout="constrained")
+    axes = figure.subplots()
     for begin, end in bands:
-        size = {"width": across(end) - across(begin), "height": bottom - top}
-        parts.append(tag("rect", class_="band", x=across(begin), y=top, **size))
-    for i in range(5):
-        y = bottom - i / 4 * (bottom - top)
-        parts.append(tag("path", class_="grid", d=f"M{left},{y} H{right}"))
-        name = {"class_": "dim", "text_anchor": "end"}
-        parts.append(tag("text", f"{high * i / 4:g}", x=left - 6, y=y + 4, **name))
-    for step in sorted({first + round((last - first) * i / 4) for i in range(5)}):
-        name = {"class_": "dim", "text_anchor": "middle"}
-        parts.append(tag("text", str(step), x=across(step), y=bottom + 18, **name))
-    for i, (name, points) in enumerate(curves.items()):
-        at = [(across(x), bottom - y / high * (bottom - top)) for x, y in points]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
-        dot = tag("circle", class_="bar", cx=at[-1][0], cy=at[-1][1], r=3)
-        parts.append(tag("g", tag("polyline", points=line, class_="curve"), dot, style=colour(i)))
-        keys.append(tag("span", esc(f"{name} {points[-1][1]:.3g}"), class_="key", style=colour(i)))
-    svg = tag("svg", *parts, width=760, height=bottom + 24, role="img", aria_label=title)
-    return tag("h2", esc(title)) + tag("div", svg, class_="wide") + tag("p", *keys)
+        axes.axvspan(begin, end, color=INK, alpha=0.08, lw=0)
+    keys = []
+    for name, points in curves.items():
+        [line] = axes.plot(*zip(*points, strict=True), marker="o", ms=4, markevery=[-1])
+        dot = tag("b", "\u25cf ", style=f"color:{to_hex(line.get_color())}")
+        keys.append(tag("span", dot, esc(f"{name} {points[-1][1]:.3g}")))
+    axes.set_ylim(0, 1.03 * max(1, *(y for points in curves.values() for _, y in points)))
+    axes.margins(x=0)
+    axes.grid(axis="y", color=INK, alpha=0.15)
+    axes.tick_params(length=0, labelcolor=INK)
+    axes.spines[:].set_visible(False)
+    drawn = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "demo"}):
+        figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
+    svg = "".join(drawn.getvalue().partition("<svg")[1:]).replace(INK, "currentcolor")
+    chart = tag("div", svg, class_="wide", role="img", aria_label=title)
+    return tag("h2", esc(title)) + chart + tag("p", *keys, class_="small")
 
 
 def markdown_html(text: str) -> str:
     """The markdown that a run writes (headings, tables, lines, fences of Python) as HTML."""
-    parts: list[str] = []
+    parts = []
     for i, part in enumerate(re.split(r"^```python\n(.*?)```$", text, flags=re.S | re.M)):
         if i % 2:
             parts.append(pre(highlight(part)))
             continue
-        for kind, lines in itertools.groupby(part.splitlines(), key=_kind_of_line):
-            if kind == "table":
-                parts.append(_table_html(lines))
-            elif kind == "heading":
-                parts += [tag("h3", esc(line.lstrip("# "))) for line in lines]
-            elif kind == "text":
-                parts.append(tag("p", "<br>".join(map(esc, lines)), class_="soft"))
+        for block in filter(None, re.split(r"\n\s*\n", part.strip())):
+            if block.startswith("#"):
+                parts.append(tag("h3", esc(block.lstrip("# "))))
+            elif block.startswith("|"):
+                parts.append(_table_html(block.splitlines()))
+            else:
+                parts.append(tag("p", "<br>".join(map(esc, block.splitlines())), class_="soft"))
     return "\n".join(parts)
 
 
-def _kind_of_line(line: str) -> str:
-    if not line.strip():
-        return "blank"
-    return {"|": "table", "#": "heading"}.get(line[0], "text")
-
-
-def _table_html(lines: Iterable[str]) -> str:
+def _table_html(lines: list[str]) -> str:
     rows = [re.split(r"(?<!\\)\|", line.strip())[1:-1] for line in lines]
     rows = [[cell.strip().replace("\\|", "|") for cell in row] for row in rows]
     rows = [row for row in rows if not all(re.fullmatch("-+", cell) for cell in row)]
@@ -960,44 +849,39 @@ def _table_html(lines: Iterable[str]) -> str:
 
 def report_html(folder: Path) -> str:
     """The page of a run folder. Raises UsageError for a folder that has nothing of a run."""
-    names = ("log.jsonl", "config.json", "table.md", "designs.md")
-    paths = [folder / name for name in names]
-    texts = [path.read_text("utf-8", "replace") if path.is_file() else "" for path in paths]
-    if not any(path.is_file() for path in paths):
-        raise UsageError(f"{folder} is no run folder (no {', '.join(names)}): give runs/NAME")
-    log, bad = read_log(texts[0])
-    _, config, table, designs = texts
-    notes = [f"{len(log)} steps"]
-    notes += [f"no {path.name} yet" for path in paths if not path.is_file()]
+    files = ("log.jsonl", "config.json", "table.md", "designs.md")
+    there = [name for name in files if (folder / name).is_file()]
+    if not there:
+        raise UsageError(f"{folder} is no run folder (no {', '.join(files)}): give runs/NAME")
+    texts = {name: (folder / name).read_text("utf-8", "replace") for name in there}
+    steps = [read_step(line) for line in texts.get("log.jsonl", "").splitlines()]
+    log, bad = [step for step in steps if step], steps.count(None)
+    drawn, bands = list(charts(log)), stage_bands(log)
+    notes = [f"{len(log)} steps", *(f"no {name} yet" for name in files if name not in there)]
     notes += [f"{bad} lines of log.jsonl are no steps and left out"] if bad else []
-    drawn, bands = charts(log), stage_bands(log)
     notes += [f"curves are means of {WINDOW} steps"] if drawn else []
     notes += ["grey bands are stages of the designer"] if bands else []
-    title = f"Run {folder.resolve().name}"
-    parts = [tag("h1", esc(title)), tag("p", esc("; ".join(notes)), class_="soft")]
-    parts += [chart_html(name, curves, bands) for name, curves in drawn]
-    if table:
-        parts += ["<h2>Held-out tasks</h2>", markdown_html(table)]
-    if designs:
-        before, heading, after = designs.partition("\n# after\n")
+    name = f"Run {folder.resolve().name}"
+    parts = [tag("h1", esc(name)), tag("p", esc("; ".join(notes)), class_="soft")]
+    parts += [chart_html(title, curves, bands) for title, curves in drawn]
+    if "table.md" in there:
+        parts += ["<h2>Held-out tasks</h2>", markdown_html(texts["table.md"])]
+    if "designs.md" in there:
+        before, heading, after = texts["designs.md"].partition("\n# after\n")
         halves = [tag("div", markdown_html(half)) for half in (before, heading + after) if half]
         parts += ["<h2>Designs, before and after</h2>", tag("div", *halves, class_="pair")]
-    if config:
-        summary = "<summary>config.json</summary>"
-        parts += ["<h2>Settings</h2>", tag("details", summary, pre(esc(config)))]
-    return page(title, "\n".join(parts))
+    if "config.json" in there:
+        config = tag("details", "<summary>config.json</summary>", pre(esc(texts["config.json"])))
+        parts += ["<h2>Settings</h2>", config]
+    return page(name, "\n".join(parts))
 
 
 # --- the command -------------------------------------------------------------------------------
 
-MODEL_FLAGS = {"model", "system", "designer_prompt", "temperature", "max_tokens", "max_context"}
-MODEL_FLAGS |= {"seed", "isolation", "device"}
-READ_BY = {  # what is asked for -> the flags that it reads
-    "question": MODEL_FLAGS | {"html", "kind"},
-    "task": MODEL_FLAGS | {"html"},
-    "serve": MODEL_FLAGS | {"port"},
-    "report": {"html"},
-}
+# What is asked for: a model plays it, but for the report.
+MODES = ("question", "task", "serve", "report")
+# Flag -> what it is read for. Any other is read wherever a model plays.
+READ_FOR = {"html": {"question", "task", "report"}, "kind": {"question"}, "port": {"serve"}}
 
 
 def newest_toy_run(runs: Path) -> Path:
@@ -1005,7 +889,7 @@ def newest_toy_run(runs: Path) -> Path:
     tables = sorted(runs.glob("*/table.md"), key=lambda path: path.stat().st_mtime)
     for table in reversed(tables):
         folder = table.parent / "final"
-        if folder.is_dir() and is_toy(read_settings(folder, {})):
+        if folder.is_dir() and evaluate.is_toy(evaluate.read_settings(folder, {})):
             return folder
     raise UsageError(f"no finished toy run in {runs}/: run `python train.py`, or give --model")
 
@@ -1016,67 +900,57 @@ def read_task(name: str, seed: int) -> Task:
     if not path or not re.fullmatch("[1-9][0-9]{0,8}", row):
         raise UsageError(f"--task {name}: give FILE:ROW (rows count from 1), or toy:ROW")
     if path == "toy":
-        if int(row) > TOY_TASKS:
-            raise UsageError(f"--task {name}: the toy has rows 1 to {TOY_TASKS}")
+        if int(row) > evaluate.TOY_TASKS:
+            raise UsageError(f"--task {name}: the toy has rows 1 to {evaluate.TOY_TASKS}")
         return toy.make_tasks(int(row), f"{seed} eval", held_out=True)[-1]
     if not Path(path).is_file():
         raise UsageError(f"--task {name}: no such file as {path}")
     with tempfile.TemporaryDirectory() as folder:
         alone = Path(folder) / Path(path).name
-        copy_row(Path(path), int(row), alone)
         try:
+            copy_row(Path(path), int(row), alone)
             return load(alone, level=None, dates=None)[0][0]
-        except DataError as error:
-            why = str(error).replace(str(alone), path)
+        except ValueError as error:  # of data.py, or of pyarrow for a broken file
+            why = " ".join(str(error).replace(str(alone), path).split())
             raise UsageError(f"--task {name}: that row can't be used: {why}") from error
 
 
 def copy_row(source: Path, row: int, target: Path) -> None:
     """A data file with one row of another one; an empty one if the row is not there."""
-    if source.suffix != ".parquet":
-        with source.open("rb") as lines:
-            target.write_bytes(b"".join(itertools.islice(lines, row - 1, row)))
-        return
-    import pyarrow.parquet  # slow, and only needed here
+    if source.suffix == ".parquet":
+        import pyarrow.parquet  # slow, and only needed here
 
-    try:
         table = pyarrow.parquet.read_table(source).slice(row - 1, 1)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{source}: broken Parquet file, fetch it again") from error
-    pyarrow.parquet.write_table(table, target)
+        return pyarrow.parquet.write_table(table, target)
+    with source.open("rb") as lines:
+        target.write_bytes(b"".join(itertools.islice(lines, row - 1, row)))
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="demo.py",
-        description="See it think: one question, the script that the designer writes for it, the "
-        "calls of its agents as they run, the answer. In the terminal, as one HTML file that "
-        "needs nothing else, or live in a browser on this machine. A run folder as a page, too.",
-        epilog="What the page shows: the script; the graph of the calls that were made (a row a "
-        "turn, an arrow where a reply stands in a prompt); each call's prompt, reply, time, and "
-        "its tokens shaded by how unlikely they were. The toy model answers 2*3*4*5 and "
-        "1+2+4+5+6 (both modulo 7) and f(3,4,2,1)=1. Another --seed is another draw. Exit status: "
-        "0, 2 if what was asked for can't be done, 1 if it failed on the way, 130 after Ctrl-C.",
+        description=__doc__.partition("\n")[0],
+        epilog="The toy model answers 2*3*4*5 and 1+2+4+5+6 (both modulo 7) and f(3,4,2,1)=1. "
+        "Another --seed is another draw. Exit status: 0, 2 if what was asked for can't be done, "
+        "1 if it failed on the way, 130 after Ctrl-C.",
         allow_abbrev=False,
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--question", metavar="TEXT", help="ask this")
-    what.add_argument("--task", metavar="FILE:ROW",
-        help="ask a row of a JSONL or Parquet file (rows count from 1), or toy:ROW; with a gold "
-        "in it there is a reward")  # fmt: skip
-    what.add_argument("--serve", action="store_true",
-        help=f"answer questions typed in a browser, at {HOST} only, until Ctrl-C")  # fmt: skip
+    rows = "ask a row of a JSONL or Parquet file (from 1), or toy:ROW; a gold in it gives a reward"
+    what.add_argument("--task", metavar="FILE:ROW", help=rows)
+    asked = f"answer questions typed in a browser, at {HOST} only, until Ctrl-C"
+    what.add_argument("--serve", action="store_true", help=asked)
     what.add_argument("--report", metavar="RUN", help="make a page of a run folder: runs/NAME")
     add = parser.add_argument
     add("--html", metavar="FILE", help="write the page there (--report: default RUN/report.html)")
     add("--port", type=int, default=PORT, metavar="N", help=f"of --serve (default {PORT})")
-    add("--kind", choices=("math", "code"), default="math",
-        help="of --question: what the designer is told to answer with (default math)")  # fmt: skip
-    add("--model", metavar="FOLDER|NAME",
-        help="the model, or its name on the hub (default: the newest finished toy run in runs/)",
-        )  # fmt: skip
-    add("--system", default="designed",
-        help="designed (default); single: one agent; structure:NAME: a fixed script")  # fmt: skip
+    kinds = "of --question: what the designer is told to answer with (default math)"
+    add("--kind", choices=("math", "code"), default="math", help=kinds)
+    model = "the model, or its name on the hub (default: the newest finished toy run in runs/)"
+    add("--model", metavar="FOLDER|NAME", help=model)
+    system = "designed (default); single: one agent; structure:NAME: a fixed script"
+    add("--system", default="designed", help=system)
     add("--designer-prompt", metavar="FILE", help="a text file with {question} in it")
     add("--temperature", type=float, metavar="T", help="of sampling, 0: the likeliest token")
     add("--max-tokens", type=int, metavar="N", help="output tokens a call, for both roles")
@@ -1090,11 +964,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Raises UsageError for what can't work or would not be read, before anything is loaded."""
-    [mode] = [name for name in READ_BY if getattr(args, name) not in (None, False)]
-    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
-    unread = ", ".join(f"--{n.replace('_', '-')}" for n in sorted(given - READ_BY[mode] - {mode}))
-    if unread:
-        raise UsageError(f"--{mode} does not read {unread}: leave it out")
+    [mode] = [name for name in MODES if getattr(args, name) not in (None, False)]
+    for name, value in vars(args).items():
+        read = mode in READ_FOR.get(name, {"question", "task", "serve"})
+        if value != parser.get_default(name) and name != mode and not read:
+            raise UsageError(f"--{mode} does not read --{name.replace('_', '-')}: leave it out")
     if args.html and (Path(args.html).is_dir() or not Path(args.html).absolute().parent.is_dir()):
         raise UsageError(f"--html {args.html}: give a file in a folder that exists")
     if args.question is not None:
@@ -1106,19 +980,20 @@ def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -
 
 
 @contextmanager
-def open_player(args: argparse.Namespace, folder: Path, settings: dict) -> Iterator[Player]:
-    """The model of a folder, ready to play; the sandbox is closed at the end."""
-    scripts = toy.SCRIPTS if is_toy(settings) else design.SCRIPTS
-    forced = forced_structure(args.system, scripts)
-    prompt = settings["designer_prompt"] or (toy.DESIGNER_PROMPT if is_toy(settings) else None)
+def open_player(args: argparse.Namespace, folder: Path, settings: dict) -> Iterator[Callable]:
+    """LiveRun.play with the model of a folder; the sandbox is closed at the end."""
+    is_toy = evaluate.is_toy(settings)
+    scripts = toy.SCRIPTS if is_toy else design.SCRIPTS
+    forced = evaluate.forced_structure(args.system, scripts)
+    prompt = settings["designer_prompt"] or (toy.DESIGNER_PROMPT if is_toy else None)
     # Not in rounds, which show the replies of a turn when the last of them is done.
-    options = {name: settings[name] for name in SAMPLING if name != "deterministic"}
+    options = {name: settings[name] for name in evaluate.SAMPLING if name != "deterministic"}
     options |= {"designer_prompt": prompt, "scripts": [scripts[forced]] if forced else None}
     configure(settings["isolation"])
-    engine = open_engine(folder, device_of(args), max_context=settings["max_context"])
+    engine = open_engine(folder, evaluate.device_of(args), max_context=settings["max_context"])
     workflow = Path(__file__).with_name("workflow.py").read_text(encoding="utf-8")
     with ScriptPool({"workflow": workflow}, max_live=1) as pool:
-        yield Player(engine, pool, args.model or str(folder), options)
+        yield partial(LiveRun.play, engine=engine, pool=pool, **options)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -1126,25 +1001,25 @@ def run(args: argparse.Namespace) -> None:
     folder = find_model(args.model) if args.model else newest_toy_run(Path("runs"))
     if not args.model:
         print(f"model: {folder}, of the newest finished toy run", file=sys.stderr)
-    settings = settings_of(args, folder)
+    settings = evaluate.settings_of(args, folder)
+    model = args.model or str(folder)
     if args.serve:
-        hint = "2*3*4*5   or   1+2+4+5+6   or   f(3,4,2,1)=1" if is_toy(settings) else "a question"
-        with open_site(args.port, hint) as site, open_player(args, folder, settings) as player:
-            return serve(site, player)
+        hint = "such as 2*3*4*5 or 1+2+4+5+6 or f(3,4,2,1)=1" if evaluate.is_toy(settings) else ""
+        with Site(args.port, hint) as site, open_player(args, folder, settings) as play:
+            return serve(site, play, model)
     if args.task is not None:
         task = read_task(args.task, settings["seed"])
     else:
         task = Task("question", args.kind, check_question(args.question))
-    with open_player(args, folder, settings) as player:
-        live = LiveRun(task, args.task or "", player.model, graded=has_gold(task))
+    live = LiveRun(task, args.task or "", model, graded=has_gold(task))
+    with open_player(args, folder, settings) as play:
         say(clip(question_text(task)))
-        player.play(live, print_event)
+        play(live, show=print_event)
         print_end(live)
-        if args.html:
-            tokenizer = player.engine.tokenizer
-            body = f"<h1>MetaAgent-X: see it think</h1>{run_html(live, tokenizer)}"
-            write_text(args.html, page("MetaAgent-X: a run", body))
-            print(f"the page is {args.html}")
+    if args.html:
+        body = f"<h1>MetaAgent-X: see it think</h1>{run_html(live)}"
+        evaluate.write_text(args.html, page("MetaAgent-X: a run", body))
+        print(f"the page is {args.html}")
 
 
 def has_gold(task: Task) -> bool:
@@ -1155,7 +1030,7 @@ def has_gold(task: Task) -> bool:
 def report(args: argparse.Namespace) -> None:
     folder = Path(args.report)
     out = args.html or folder / "report.html"
-    write_text(out, report_html(folder))
+    evaluate.write_text(out, report_html(folder))
     print(f"the page is {out}")
 
 
@@ -1169,7 +1044,7 @@ def main(argv: list[str] | None = None) -> int:
         check_arguments(args, parser)
         (report if args.report is not None else run)(args)
 
-    return one_line_errors("demo.py", work, shown=seen)
+    return evaluate.one_line_errors("demo.py", work, shown=seen)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import design
 import sandbox
 import toy
 from data import Task
-from demo import LiveCall, LiveRun, Player, Site, UsageError
+from demo import LiveCall, LiveRun, Site, UsageError
 from engine import ScriptedEngine, TorchEngine, random_tiny
 
 REPO = Path(__file__).resolve().parents[1]
@@ -97,7 +97,7 @@ def play(pool, script, reply=lambda key, messages, seed: messages[0]["content"],
 
     options = {"scripts": [script]} if script else {}
     live = LiveRun(more.pop("task", Task("t", "math", "3*4?")), **more)
-    Player(ScriptedEngine(reply), pool, "scripted", options).play(live, show)
+    live.play(ScriptedEngine(reply), pool, show, **options)
     return live, told
 
 
@@ -177,11 +177,10 @@ def test_a_vote_is_dashed_for_who_lost(pool):
     (graph,) = svgs(demo.graph_svg(live, {"a": 0, "b": 1, "c": 2}))
     assert len(named(graph, "path", class_="edge")) == 3 + 2  # from the question; a and c
     [dashed] = named(graph, "path", class_="edge count")
-    b = named(graph, "a", href="#call-2")[0].find("g/rect")
-    middle = float(b.get("x")) + float(b.get("width")) / 2
-    assert dashed.get("d").startswith(f"M{middle:.0f},")
-    rows = {rect.get("y") for a in graph.iter("a") for rect in a.iter("rect")}
-    assert len(rows) == 1  # side by side
+    places = [a.find("g").get("transform") for a in graph.iter("a")]
+    places = [re.fullmatch(r"translate\((\S+) (\S+)\)", place).groups() for place in places]
+    assert dashed.get("d").startswith(f"M{float(places[1][0]):.0f},")  # from b
+    assert len({x for x, _ in places}) == 3 and len({y for _, y in places}) == 1  # side by side
     assert [a.get("href") for a in graph.iter("a")] == ["#call-1", "#call-2", "#call-3"]
 
 
@@ -238,7 +237,7 @@ def test_a_refused_design_shows_its_reply(pool):
 def test_the_terminal_shows_the_tree(pool, capsys):
     live = LiveRun(Task("t", "math", "3*4?"))
     engine = ScriptedEngine(lambda key, messages, seed: "x\x1b[2J\n" * 20)
-    Player(engine, pool, "scripted", {"scripts": [VOTE]}).play(live, demo.print_event)
+    live.play(engine, pool, demo.print_event, scripts=[VOTE])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "design: ensemble"
     assert [line for line in lines if "turn" in line] == ["├─ turn 1"]
@@ -305,14 +304,14 @@ def test_highlighting_only_adds_marks(source):
     """The text of a highlighted script is the script; what is marked is nothing but marks."""
     marked = demo.highlight(source)
     assert Parsed(marked).text == demo.seen(source)
-    assert {tag for tag, _ in Parsed(marked).tags} <= {"b", "i", "span"}
+    assert {tag for tag, _ in Parsed(marked).tags} <= {"b", "em", "i", "q"}
 
 
 def test_highlighting_finds_the_structure():
     marked = demo.highlight(design.SCRIPTS["debate"])
     assert "<b>DebateNode</b>" in marked and "<b>add_node</b>" in marked
-    assert "<span class=k>import</span>" in marked
-    assert "<span class=k>import</span>" in demo.highlight("x = 1 # \u2028 \x0c\nimport a\n")
+    assert "<em>import</em>" in marked
+    assert "<em>import</em>" in demo.highlight("x = 1 # \u2028 \x0c\nimport a\n")
 
 
 def test_pieces_are_tokens_and_whole_characters():
@@ -348,10 +347,9 @@ def test_a_page_shades_what_the_engine_drew(pool):
     """Ids and log-probs of a real model: the shades are those of its own numbers."""
     torch.manual_seed(0)
     engine = TorchEngine(*random_tiny())
-    options = {"scripts": [VOTE], "executor_max_tokens": 6}
     live = LiveRun(Task("t", "math", "3*4?"))
-    Player(engine, pool, "tiny", options).play(live, lambda *_: None)
-    page = demo.run_html(live, engine.tokenizer)
+    live.play(engine, pool, lambda *_: None, scripts=[VOTE], executor_max_tokens=6)
+    page = demo.run_html(live)
     spans = [
         a for tag, a in Parsed(page).tags if tag == "span" and "log-prob" in a.get("title", "")
     ]
@@ -535,8 +533,8 @@ JSON = {"Content-Type": "application/json"}
         ("GET", "/", None, {"Host": "localhost@example.org"}, 403),
         ("GET", "/", None, {"Host": None}, 403),
         ("GET", "/", None, {"Sec-Fetch-Site": "cross-site"}, 403),
-        ("GET", "/events", None, {"Sec-Fetch-Site": "same-site"}, 403),
-        ("GET", "/events", None, {"Origin": "http://localhost:1"}, 403),
+        ("GET", "/view", None, {"Sec-Fetch-Site": "same-site"}, 403),
+        ("GET", "/view", None, {"Origin": "http://localhost:1"}, 403),
         ("GET", "/../demo.py", None, {}, 404),
         ("GET", "/?file=/etc/passwd", None, {}, 404),
         ("GET", "/ask", None, {}, 404),
@@ -584,7 +582,7 @@ def test_the_served_page_is_ours_alone(site):
     assert site.server_address[0] == "127.0.0.1"
     status, text, headers = request(site.server_port, "GET", "/")
     parsed = assert_harmless(text, scripts=1)
-    assert "say <b>" in [a.get("placeholder") for _, a in parsed.tags]
+    assert "say <b>" in parsed.text
     assert headers["X-Frame-Options"] == "DENY"
     assert "script-src 'sha256-" in text and "unsafe-inline'; script" not in text
 
@@ -598,38 +596,32 @@ def test_one_question_at_a_time(site):
     assert request(site.server_port, "POST", "/ask", ASK, JSON)[0] == 202
 
 
-def events(port):
-    """The views that the server sends, one by one."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("GET", "/events")
-    answer = connection.getresponse()
-    assert answer.headers["Content-Type"] == "text/event-stream; charset=utf-8"
-    for line in answer:
-        if line.startswith(b"data: "):
-            yield json.loads(line[len("data: ") :])
+def views(port):
+    """What the page is shown, whenever it is something new."""
+    known = None
+    while True:
+        status, view, _ = request(port, "GET", "/view")
+        assert status == 200
+        if view != known:
+            known = view
+            yield view
+        time.sleep(0.005)
 
 
-def test_views_stream_to_everyone(site, monkeypatch):
-    monkeypatch.setattr(demo, "PING_S", 3600.0)
-    site.publish("one\n<b>")
-    first, second = events(site.server_port), events(site.server_port)
+def test_everyone_is_shown_the_view(site):
+    assert request(site.server_port, "GET", "/view")[1] == ""
+    site.view = "one\n<b>"
+    first, second = views(site.server_port), views(site.server_port)
     assert next(first) == next(second) == "one\n<b>"
     for view in ("two", "three", "four", "five"):
-        time.sleep(0.05)  # both wait again
-        site.publish(view)
+        site.view = view
         assert next(first) == next(second) == view
-
-
-def test_a_silent_stream_says_that_it_lives(site, monkeypatch):
-    monkeypatch.setattr(demo, "PING_S", 0.05)
-    connection = http.client.HTTPConnection("127.0.0.1", site.server_port, timeout=10)
-    connection.request("GET", "/events")
-    assert connection.getresponse().readline() == b": still here\n"
+    assert request(site.server_port, "GET", "/view")[2]["Cache-Control"] == "no-store"
 
 
 def test_a_taken_port_is_one_line(site):
     with pytest.raises(UsageError, match=rf"port {site.server_port} can't be used .*--port"):
-        demo.open_site(site.server_port, "")
+        Site(site.server_port)
 
 
 def test_serve_answers_until_ctrl_c(tiny):
@@ -641,12 +633,13 @@ def test_serve_answers_until_ctrl_c(tiny):
                                text=True, env=environment)  # fmt: skip
     try:
         port = int(re.search(r":(\d+) in a browser", process.stdout.readline())[1])
-        views = events(port)
+        shown = views(port)
+        assert next(shown) == ""
         for _ in range(2):
             assert request(port, "POST", "/ask", ASK, JSON)[0] == 202
             seen = []
             while not seen or "<h2>Answer</h2>" not in seen[-1]:
-                seen.append(next(views))
+                seen.append(next(shown))
             assert len(seen) > 2 and "3*4?" in seen[0] and "running" in seen[0]
             assert_harmless(seen[-1])
             assert seen[-1].count('class="call"') == 3
@@ -690,21 +683,41 @@ def write_run(folder, *, steps=12, torn=False):
     return folder
 
 
+def drawn(page):
+    """Title -> (the x of the begin and end of each band, the points of each curve) of a chart."""
+    titles = [a["aria-label"] for _, a in Parsed(page).tags if "aria-label" in a]
+    found = {}
+    for title, svg in zip(titles, svgs(page), strict=True):
+        bands, curves = [], []
+        for path in svg.iter("{http://www.w3.org/2000/svg}path"):
+            points = [tuple(map(float, p)) for p in re.findall(r"[ML] (\S+) (\S+)", path.get("d"))]
+            style = path.get("style") or ""
+            if "fill: currentcolor; opacity: 0.08" in style:
+                bands.append((points[0][0], points[1][0]))
+            elif "stroke-width: 1.5" in style:
+                curves.append(points)
+        found[title] = bands, curves
+    return found
+
+
 def test_the_report_draws_the_log(tmp_path):
     page = demo.report_html(write_run(tmp_path / "run"))
     parsed = assert_harmless(page)
     titles = ["Reward of both roles", "Reward by kind of task"]
     titles += ["Structure shares of the valid designs", "Structure shares, tasks sum"]
     titles += ["Output tokens a call of both roles"]
-    drawn = svgs(page)
-    assert [svg.get("aria-label") for svg in drawn] == titles
-    assert all(len(named(svg, "rect", class_="band")) == 2 for svg in drawn)
+    charts = drawn(page)
+    assert list(charts) == titles
+    assert [len(curves) for _, curves in charts.values()] == [3, 1, 1, 1, 1]
+    assert all(len(bands) == 2 for bands, _ in charts.values())
     assert "executions that ran 0.5" in parsed.text and "all designs 0.25" in parsed.text
     assert "sum 0.45" in parsed.text  # the mean of the last 5: steps 7 to 11 of step / 20
-    line = named(drawn[0], "polyline")[0].get("points").split()
-    assert len(line) == 12 and line[0] == "44.0,149.0" and line[-1].startswith("740.0,")
-    shares = named(drawn[2], "polyline")[0].get("points").split()
-    assert len(shares) == 12 and shares[:2] == ["44.0,196.0", "107.3,102.0"]  # 0, then 1 / 2
+    for designer, executor, valid in zip(*charts[titles[0]][1], strict=True):
+        assert designer[1] > executor[1] == valid[1]  # y grows downwards: 0.25, 0.5 and 0.5
+    keys = [a["style"].removeprefix("color:") for tag, a in parsed.tags if tag == "b" and a]
+    assert len(keys) == 7 and all(f"stroke: {colour}" in page for colour in keys)
+    [shares] = charts[titles[2]][1]
+    assert shares[0][1] > shares[1][1] > shares[-1][1]  # from 0, where it is not written
     assert [x for x in ("a|b<i>", "note", HOSTILE[0], HOSTILE[1]) if x not in parsed.text] == []
     assert page.count("<b>AgentNode</b>") == 2
     assert (
@@ -713,11 +726,24 @@ def test_the_report_draws_the_log(tmp_path):
 
 
 def test_bands_are_the_designers_stages(tmp_path):
-    svg = svgs(demo.report_html(write_run(tmp_path / "run")))[0]
-    bands = [(float(b.get("x")), float(b.get("width"))) for b in named(svg, "rect", class_="band")]
-    step = (740 - 44) / 11
-    want = [(44 + 2.5 * step, 3 * step), (44 + 8.5 * step, 2.5 * step)]  # steps 4 to 6, 10 to 12
-    assert bands == [pytest.approx(band, abs=0.1) for band in want]
+    for bands, curves in drawn(demo.report_html(write_run(tmp_path / "run"))).values():
+        first, last = curves[0][0][0], curves[0][-1][0]
+        step = (last - first) / 11
+        want = [(2.5, 5.5), (8.5, 11.5)]  # steps 4 to 6 and 10 to 12, counted from 1
+        want = [(first + begin * step, first + end * step) for begin, end in want]
+        assert bands == [pytest.approx(band, abs=0.1) for band in want]
+
+
+def test_curves_are_means_and_a_share_that_is_not_written_is_zero():
+    log = [{"step": s, "role": "executor", "reward": s / 10} for s in range(8)]
+    log[1]["structure/router"] = 0.5
+    charts = dict(demo.charts(log))
+    [rewards, shares] = charts.values()
+    assert rewards == {"designer: mean over all designs": demo.curve(log, "reward")}
+    assert [y for _, y in rewards["designer: mean over all designs"]] == pytest.approx(
+        [0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5]
+    )
+    assert shares["router"][:3] == [(1, 0.0), (2, 0.25), (3, pytest.approx(1 / 6))]
 
 
 @pytest.mark.parametrize("missing", ["log.jsonl", "table.md", "designs.md", "config.json"])
@@ -743,8 +769,7 @@ def test_a_torn_line_is_said(tmp_path):
 def test_a_report_of_supervised_training(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"step": 0, "role": "sft", "loss": 2.5, "lr": 1e-4}\n')
     page = demo.report_html(tmp_path)
-    (svg,) = svgs(page)
-    assert svg.get("aria-label") == "Loss" and "loss 2.5" in Parsed(page).text
+    assert list(drawn(page)) == ["Loss"] and "loss 2.5" in Parsed(page).text
     assert "designer" not in Parsed(page).text
 
 
@@ -894,13 +919,13 @@ def test_asking_in_a_browser(browser, site):
     assert (asked.question, asked.kind) == ("3*4? <b>", "math")
     run = LiveRun(asked, calls=[live_call("a", 0, HOSTILE[0], "")])
     run.calls[0].ended = None
-    site.publish(demo.run_html(run))
+    site.view = demo.run_html(run)
     browser.wait("document.querySelectorAll('.call').length == 1")
     browser.run("document.querySelector('summary').click()")
     browser.run("document.querySelector('form').requestSubmit()")
     browser.wait("document.getElementById('note').textContent.includes('wait')")
     hostile = hostile_run()
-    site.publish(demo.run_html(hostile))
+    site.view = demo.run_html(hostile)
     browser.wait(f"document.querySelectorAll('.call').length == {len(HOSTILE) + 1}")
     assert browser.run("document.querySelector('#prompt-1').open")
     assert not browser.run("document.querySelector('#prompt-2').open")
@@ -946,7 +971,7 @@ def test_a_report_in_a_browser(browser, tmp_path):
     boxes = browser.run(
         "[...document.querySelectorAll('svg')].map(e => e.getBoundingClientRect().width)"
     )
-    assert boxes == [760] * 5
+    assert boxes == [768] * 5
     for width, scheme in ((1000, "light"), (340, "dark")):
         browser.resize(width, scheme)
         assert browser.run(FITS), width
