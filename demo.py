@@ -508,8 +508,10 @@ def _edge(start: tuple, end: tuple, kind: str, width: float) -> str:
     """From below one node to above another; around the nodes of the rows between them."""
     (x0, y0), (x1, y1) = start, end
     y0, y1 = y0 + NODE_H / 2, y1 - NODE_H / 2 - 2
-    bend, side = (y1 - y0) / 2, 1 if x0 + x1 >= width else -1
-    aside = NODE_W * side if y1 - y0 > GAP_Y else 0
+    bend, aside = (y1 - y0) / 2, 0.0
+    if y1 - y0 > GAP_Y:
+        aside = NODE_W * (1 if x0 + x1 >= width else -1)
+        x0, x1 = x0 + aside / 4, x1 + aside / 4
     bends = f"{x0 + aside:.0f},{y0 + bend:.0f} {x1 + aside:.0f},{y1 - bend:.0f}"
     path = f"M{x0:.0f},{y0:.0f} C{bends} {x1:.0f},{y1:.0f}"
     return tag("path", d=path, class_=kind, marker_end="url(#tip)")
