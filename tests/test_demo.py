@@ -292,6 +292,8 @@ SOURCES = [
     "\n\n  leading = 1\n",
     "if 1:\n\tx = 'é🙂你' ; y = \"<b>\"\r\nz\x0c = 1 # \u2028 run",
     "unfinished = '''",
+    '"' + "\\\\" * 20_000,  # no end, and nothing to go back for
+    '"' + '\\"' * 20_000 + "\\",
     "a\x00b",
     "  bad\n indent $ ? !",
     "",
@@ -936,6 +938,10 @@ def test_asking_in_a_browser(browser, site):
     ] == []
     browser.events[:] = [e for e in browser.events if e.get("method") != "Log.entryAdded"]
     browser.assert_quiet(home)
+    assert browser.run("document.getElementById('lost').hidden")
+    browser.run("window.fetch = () => Promise.reject(new TypeError())")  # as if the server is gone
+    browser.wait("!document.getElementById('lost').hidden")
+    assert browser.run("document.querySelectorAll('.call').length") == len(HOSTILE) + 1
 
 
 EVIL_PAGE = """
