@@ -5,7 +5,7 @@
     python train.py --train joint --model runs/toy/cold_start     # an ablation, from the same start
     python train.py --resume runs/toy          # go on after the last checkpoint
     torchrun --nproc_per_node 8 train.py --preset qwen3-8b        # a full run on 8 GPUs
-    python train.py --preset qwen3-8b --dry-run                   # does it fit? prints the plan
+    python train.py --preset qwen3-8b --dry-run                   # does it fit, how long? a plan
 
 One step, in seven parts:
 
@@ -171,7 +171,9 @@ class Config:
         "a run folder: go on after its last checkpoint, with its settings; auto: the folder of"
         " --name (or the preset) if it is there, else a new run (for jobs that are restarted)",
     )
-    dry_run: bool = setting(False, "print memory plan, tokens a step and data mix, and exit")
+    dry_run: bool = setting(
+        False, "print memory plan, tokens and estimated time of a step and data mix, and exit"
+    )
     export: str = setting("", "a checkpoint folder: write it as a Hugging Face folder, and exit")
     seed: int = setting(0, "all sampling seeds and the toy's first weights derive from it")
     model: str = setting(
@@ -306,6 +308,7 @@ PRESETS = {
     | ONE_GPU
     | dict(model="Qwen/Qwen3-0.6B", vllm_memory=0.25, token_budget=8192),
 }
+# preset -> (GPUs, GB of each), which --dry-run plans for
 CARDS = {"qwen3-8b": (8, 141), "qwen3-4b": (8, 141), "qwen3-1.7b": (1, 80), "qwen3-0.6b": (1, 24)}
 
 
@@ -1749,6 +1752,18 @@ class Shape:
         """
         return 2 * self.layers * self.kv_heads * self.head_dim * 2
 
+    def forward_flops(self, length: int) -> int:
+        """FLOPs of the forward of one token in a sequence of this length, on average.
+
+        Two a parameter. Attention adds a product with the keys and one with the values of the
+        tokens before it, length / 2 on average: 2 x 2 x layers x heads x head_dim x length / 2.
+
+        >>> SHAPES["Qwen/Qwen3-8B"].forward_flops(2500)     # 16.38e9 + 0.74e9
+        17118750720
+        """
+        attention = 2 * self.layers * self.heads * self.head_dim * length
+        return 2 * self.parameters() + attention
+
 
 SHAPES = {
     "Qwen/Qwen3-0.6B": Shape(1024, 28, 3072, 16, 8, tied=True),
@@ -1803,6 +1818,100 @@ def generation_plan(shape: Shape, *, ranks: int, optimizers: int, engine: float)
     }
 
 
+# GPU -> (GB, dense bfloat16 TFLOP/s, TB/s of memory), as published
+GPUS = {
+    "H200": (141, 989, 4.8),
+    "H100 80 GB": (80, 989, 3.35),
+    "A100 80 GB": (80, 312, 2.04),
+    "RTX 4090": (24, 165, 1.01),
+}
+# Assumptions of time_plan. A run's log.jsonl says what is true of it: put that here.
+CALLS = 4  # calls_per_execution; one after the other
+PROMPT, OUTPUT = 1500, 1000  # tokens a call of either role: prompt_length/ROLE, length/ROLE
+FLOPS_SHARE = 0.35  # of the peak, in training and in reading prompts
+BANDWIDTH_SHARE = 0.6  # of the peak, in writing replies
+
+
+def time_plan(
+    shape: Shape, config: Config, *, tflops: float, bandwidth: float, kv_tokens: float, ranks: int
+) -> dict[str, float]:
+    """Seconds of a step's parts by arithmetic, not measured.
+
+    tflops and bandwidth (TB/s) are the GPU's peaks. Training and reading prompts reach FLOPS_SHARE
+    of the first, writing replies BANDWIDTH_SHARE of the second. kv_tokens: the engine's room.
+
+    Generating, on a rank with the most tasks: prompts cost their forward. Then each token of a
+    reply reads all weights once for all sequences that run, and the keys and values of each (half
+    of the reply is there on average). As many sequences run as kv_tokens holds, else in waves. An
+    execution's calls follow one another. Reading is what binds while fewer than about 90
+    sequences run; with more it would be FLOPs.
+
+    Training, counted in forwards of a token: one, two for its backward, one more where the forward
+    is recomputed, one for logp_old where a step has several updates. Five at most, so 10 FLOPs a
+    parameter (and attention). All ranks share the tokens evenly.
+
+    Left out: replies longer than the mean (a rank waits for its longest, all wait for the slowest
+    rank), scoring and sandboxes, pushing the weights, padding, checkpoints, evaluation. Calls of
+    constant groups are counted, though their forward is skipped; so is a prompt's part that the
+    engine has cached.
+
+    >>> shape = SHAPES["Qwen/Qwen3-8B"]
+    >>> config = Config(recompute=True)    # 8 tasks, 4 x 4, 4 updates
+    >>> plan = time_plan(shape, config, tflops=989, bandwidth=4.8, kv_tokens=462_637, ranks=8)
+    >>> [f"{name} {seconds:.1f}" for name, seconds in plan.items()]
+    ['generate 40.4', 'train designer 2.5', 'train executor 39.6']
+    """
+    flops, read = FLOPS_SHARE * tflops * 1e12, BANDWIDTH_SHARE * bandwidth * 1e12
+    single = config.train == "single"  # it has no designs, and an execution is one call
+    designs, calls = (0, 1) if single else (config.n_designs, CALLS)
+    executions = config.n_designs * config.n_executions
+    at_once = max(1, kv_tokens // (PROMPT + OUTPUT))
+    here = math.ceil(config.tasks_per_step / ranks)
+    generate = 0.0
+    for sequences, turns in ((here * designs, 1), (here * executions, calls)):
+        prompts = turns * sequences * PROMPT * shape.forward_flops(PROMPT)
+        weights = 2 * shape.parameters() * math.ceil(sequences / at_once)
+        kept = sequences * (PROMPT + OUTPUT / 2) * shape.kv_bytes()
+        generate += prompts / flops + turns * OUTPUT * (weights + kept) / read
+    forwards = 3 + config.recompute + (config.updates_per_step > 1)
+    one_call = forwards * (PROMPT + OUTPUT) * shape.forward_flops(PROMPT + OUTPUT) / flops / ranks
+    return {
+        "generate": generate,
+        "train designer": config.tasks_per_step * designs * one_call,
+        "train executor": config.tasks_per_step * executions * calls * one_call,
+    }
+
+
+def time_text(config: Config, shape: Shape, ranks: int, gpu: float, kv_tokens: float) -> str:
+    """time_plan for the GPUs of this memory (GB), and what it assumes."""
+    trained = Counter(r for step in range(config.steps) for r in roles_to_train(config, step))
+    nearest = min((memory for memory, *_ in GPUS.values()), key=lambda memory: abs(memory - gpu))
+    rows = []
+    for name, (memory, tflops, bandwidth) in GPUS.items():
+        if memory == nearest:
+            peaks = {"tflops": tflops, "bandwidth": bandwidth}
+            plan = time_plan(shape, config, **peaks, kv_tokens=kv_tokens, ranks=ranks)
+            seconds = config.steps * plan["generate"]
+            seconds += sum(n * plan[f"train {role}"] for role, n in trained.items())
+            hours = seconds / 3600
+            parts = [f"{part:.1f}" for part in plan.values()]
+            rows.append([f"{ranks} x {name}", *parts, f"{hours:.1f}", f"{hours * ranks:.0f}"])
+    titles = ["GPUs", "generate, s", "train designer, s", "train executor, s"]
+    table = markdown_table(rows, [*titles, "all steps, hours", "GPU-hours"])
+    counts = ", ".join(f"{n} train the {role}" for role, n in trained.items())
+    return (
+        f"seconds of a step, by arithmetic, not measured; of {config.steps} steps {counts}:\n\n"
+        f"{table}\n\n"
+        f"assumed, in train.py: {CALLS} calls an execution (one of a single agent), one after the"
+        f" other; {PROMPT:,} tokens of prompt\nand {OUTPUT:,} of reply a call;"
+        f" {FLOPS_SHARE:.0%} of the GPU's bfloat16 peak"
+        f" in training and reading prompts, {BANDWIDTH_SHARE:.0%} of its memory bandwidth\nin"
+        " writing replies. Put in what your log.jsonl says: calls_per_execution,"
+        " prompt_length/ROLE, length/ROLE.\nLeft out: waiting for the longest reply, scoring,"
+        " pushing weights, evaluation; time_plan says more.\n"
+    )
+
+
 def shape_of(config: Config) -> Shape:
     """The shape of --model: of a known name, else of its folder's config.json."""
     if config.model in SHAPES:
@@ -1818,7 +1927,7 @@ def shape_of(config: Config) -> Shape:
 
 
 def plan_text(config: Config) -> str:
-    """--dry-run: memory of a GPU, work of a step, data mix, and what a checkpoint takes."""
+    """--dry-run: memory of a GPU, work and time of a step, data mix, what a checkpoint takes."""
     shape, (n_ranks, gpu) = shape_of(config), CARDS.get(config.preset, (1, 80))
     n_ranks = int(os.environ.get("WORLD_SIZE", n_ranks))
     if torch.cuda.is_available():
@@ -1845,11 +1954,12 @@ def plan_text(config: Config) -> str:
     kv_tokens = generation["engine: keys and values"] / shape.kv_bytes()
     fits = max(sum(training.values()), sum(generation.values())) < gpu * 1e9
     fits = fits and kv_tokens >= config.max_context
+    timed = fits and config.device != "cpu" and config.train != "sft"
     return "\n".join(
         [
             f"{config.model}: {shape.parameters() / 1e9:.2f} B parameters,"
             f" {n_ranks} ranks of one GPU each; memory by arithmetic:\n",
-            *tables,
+            "\n\n".join(tables),
             f"\nthe engine has room for {kv_tokens:,.0f} tokens ({shape.kv_bytes():,} bytes each):"
             f" {kv_tokens / config.max_context:.0f} sequences of {config.max_context:,}",
             "it fits\n"
@@ -1857,6 +1967,7 @@ def plan_text(config: Config) -> str:
             else "IT DOES NOT FIT: more ranks, or another --token-budget,"
             " --vllm-memory, --max-context\n",
             *step_plan(config),
+            *([f"\n{time_text(config, shape, n_ranks, gpu, kv_tokens)}"] if timed else []),
             f"a checkpoint: {shape.parameters() * 4 * (1 + 2 * optimizers) / 1e9:.0f} GB, every"
             f" {config.checkpoint_every} steps; {config.keep_checkpoints} are kept, and one more"
             " while it is written",

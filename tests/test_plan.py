@@ -1,13 +1,15 @@
-"""The memory plan against real models, and what the full-run presets promise."""
+"""Memory and time plans against real models and by hand, and what the full-run presets promise."""
 
 import dataclasses
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 import engine
 import train
+from execute import shares, tally
 
 
 def model_of(shape: train.Shape, **more) -> Qwen3ForCausalLM:
@@ -67,6 +69,110 @@ def test_the_8b_plan_by_hand():
     }
     for name, gigabytes in want.items():
         assert found[name] / 1e9 == pytest.approx(gigabytes, abs=5e-4), name
+
+
+def test_flops_of_a_forward_are_those_of_a_real_model():
+    """torch counts matrix products, and of attention the masked half as well: twice ours."""
+    shape = train.Shape(64, 3, 96, 4, 2, tied=True, head_dim=32, vocabulary=500)
+    model = model_of(shape, attn_implementation="eager")
+    counted, attention = {}, {}
+    for length in (10, 50):
+        with FlopCounterMode(display=False) as counter:
+            model(torch.zeros(1, length, dtype=torch.long, device="meta"))
+        counted[length] = counter.get_total_flops() / length
+        attention[length] = shape.forward_flops(length) - 2 * shape.parameters()
+        rest = counted[length] - 2 * attention[length]
+        assert rest == pytest.approx(2 * shape.parameters(), rel=0.03)  # norms are no product
+    assert counted[50] - counted[10] == pytest.approx(2 * (attention[50] - attention[10]), rel=0.01)
+
+
+H200 = {"tflops": 989, "bandwidth": 4.8}
+PAPER = train.Config(recompute=True)  # 8 tasks a step, 4 x 4, 4 updates
+
+
+def test_the_8b_time_by_hand():
+    """One task a GPU. A token's forward: 2 x 8.1907e9 = 16.381e9 FLOPs, and attention 0.442e9 at
+    1,500 tokens, 0.737e9 at 2,500. 35 % of 989 TFLOP/s: 346.15e12. 60 % of 4.8 TB/s: 2.88e12.
+
+    prompts, 4 + 64 calls:  68 x 1,500 x 16.824e9 / 346.15e12                         =  4.957 s
+    4 designs:       1,000 x (16.381e9 +  4 x 2,000 x 147,456 = 17.561e9) / 2.88e12   =  6.098 s
+    16 executions: 4 x 1,000 x (16.381e9 + 16 x 2,000 x 147,456 = 21.100e9) / 2.88e12 = 29.306 s
+    training 512 calls: 512 x 2,500 / 8 x 5 x 17.119e9 / 346.15e12                    = 39.563 s
+    training 32 calls: a sixteenth of that                                            =  2.473 s
+    """
+    shape = train.SHAPES["Qwen/Qwen3-8B"]
+    found = train.time_plan(shape, PAPER, **H200, ranks=8, kv_tokens=462_637)
+    assert found["generate"] == pytest.approx(4.957 + 6.098 + 29.306, abs=5e-3)
+    assert found["train executor"] == pytest.approx(39.563, abs=5e-3)
+    assert found["train designer"] == pytest.approx(2.473, abs=5e-3)
+
+
+def test_sequences_that_do_not_fit_together_run_in_waves():
+    """Room for 5 sequences of 2,500 tokens: 16 executions read the weights in 4 waves, 4 designs
+    in one. Three more readings of 16.381e9 bytes at 4 x 1,000 tokens: 68.256 s more."""
+    shape = train.SHAPES["Qwen/Qwen3-8B"]
+    plans = [
+        train.time_plan(shape, PAPER, **H200, ranks=8, kv_tokens=room) for room in (12_500, 1e6)
+    ]
+    assert plans[0]["generate"] - plans[1]["generate"] == pytest.approx(68.256, abs=5e-3)
+    assert plans[0]["train executor"] == plans[1]["train executor"]
+
+
+def test_the_rank_with_most_tasks_decides_and_training_is_shared_evenly():
+    shape = train.SHAPES["Qwen/Qwen3-8B"]
+    one, three, eight = (
+        train.time_plan(
+            shape,
+            dataclasses.replace(PAPER, tasks_per_step=tasks),
+            **H200,
+            ranks=ranks,
+            kv_tokens=1e6,
+        )
+        for tasks, ranks in ((3, 1), (8, 3), (8, 8))
+    )
+    assert three["generate"] == one["generate"] > eight["generate"]
+    assert three["train executor"] == pytest.approx(eight["train executor"] * 8 / 3)
+
+
+def timed(capsys, *argv) -> dict[str, list[float]]:
+    """GPUs -> the numbers of their row in a dry run's table of times."""
+    assert train.main([*argv, "--dry-run"]) == 0
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()]
+    return {
+        row[0].strip(): [float(x) for x in row[1:]] for row in rows if row and row[0][2:5] == " x "
+    }
+
+
+def test_hours_of_a_run_are_those_of_its_stages(capsys):
+    """K = 30 of 400 steps: 7 executor stages, 6 designer stages and 10 steps of a seventh."""
+    ((gpus, (generate, designer, executor, hours, gpu_hours)),) = timed(
+        capsys, "--preset", "qwen3-8b"
+    ).items()
+    assert gpus == "8 x H200" and (generate, designer, executor) == (40.4, 2.5, 39.6)
+    assert hours == pytest.approx((400 * 40.36 + 210 * 39.56 + 190 * 2.47) / 3600, abs=0.06)
+    assert gpu_hours == pytest.approx(8 * hours, abs=0.5)
+    (joint,) = timed(capsys, "--preset", "qwen3-8b", "--train", "joint").values()
+    assert joint[3] == pytest.approx(400 * (40.36 + 39.56 + 2.47) / 3600, abs=0.06)
+    (single,) = timed(capsys, "--preset", "qwen3-8b", "--train", "single").values()
+    assert single[1] == 0 and single[2] == pytest.approx(39.56 / 4, abs=0.06)  # one call each
+    flags = ["--no-recompute", "--updates-per-step", "1", "--token-budget", "2048"]
+    (three,) = timed(capsys, "--preset", "qwen3-8b", *flags).values()
+    assert three[2] == pytest.approx(39.56 * 3 / 5, abs=0.06)  # a forward, and a backward of two
+
+
+def test_a_dry_run_times_the_gpus_of_the_presets_memory_only(capsys):
+    both = timed(capsys, "--preset", "qwen3-1.7b")
+    assert list(both) == ["1 x H100 80 GB", "1 x A100 80 GB"]
+    assert list(timed(capsys, "--preset", "qwen3-0.6b")) == ["1 x RTX 4090"]
+    for argv in (["--train", "sft", "--data", __file__], ["--device", "cpu"]):
+        assert timed(capsys, "--preset", "qwen3-8b", *argv) == {}, argv
+    assert timed(capsys, "--preset", "qwen3-8b", "--token-budget", "400000") == {}  # doesn't fit
+
+
+def test_what_the_time_plan_assumes_is_in_the_log():
+    metrics = shares(tally([]))
+    for name in ("calls_per_execution", "prompt_length/executor", "length/designer"):
+        assert name in metrics
 
 
 def test_the_presets_have_the_papers_numbers():
