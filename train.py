@@ -44,7 +44,8 @@ gradients over ranks, so the loss is multiplied by their number:
     Each divides by 12; FSDP averages: (1 + 2 + 3 + 6) / 12 / 4 = 0.25; times 4 it is 1.
 
 Files of a run, in runs/NAME/: config.json; log.jsonl, a line a step; curve.png; designs.md,
-samples before and after; sandbox.json, the layers in force; table.md, the final tables;
+samples before and after; before.json and after.json, the held-out tasks one by one; sandbox.json,
+the layers in force; table.md, the final tables;
 cold_start/ and final/, Hugging Face folders; checkpoint-STEP/, the last ones, each whole.
 """
 
@@ -115,8 +116,10 @@ from evaluate import (
     draw_curve,
     evaluate,
     markdown_table,
+    mean_so_far,
     oracle_table,
     oracle_text,
+    progress_line,
     reward_names,
     shares_table,
     success_table,
@@ -156,7 +159,12 @@ NOT_SETTINGS = ("out", "name", "resume", "dry_run", "export")  # flags that chan
 
 
 def setting(default, text: str, **metadata):
+    """A field of Config. metadata: choices, or least or above of a number."""
     return field(default=default, metadata={"help": text, **metadata})
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -189,7 +197,7 @@ class Config:
     )
     keep: str = setting("", "a file of task ids to train on (evaluate.py --check-golds makes it)")
     difficulty: str = setting("", "keep Polaris tasks of k/8 with k in this range, such as 1-7")
-    max_tests: int = setting(16, "tests a training program is judged by, at most")
+    max_tests: int = setting(16, "tests a training program is judged by, at most", least=1)
 
     train: str = setting(
         "stagewise",
@@ -197,57 +205,62 @@ class Config:
         " | single (no designs, one agent) | sft (cold start only)",
         choices=("stagewise", "joint", "designer", "executor", "single", "sft"),
     )
-    steps: int = setting(400, "RL steps")
-    stage_length: int = setting(30, "K: steps until the active role swaps")
+    steps: int = setting(400, "RL steps", least=0)
+    stage_length: int = setting(30, "K: steps until the active role swaps", least=1)
     first_role: str = setting(
         "executor", "the first stage's role", choices=("executor", "designer")
     )
-    tasks_per_step: int = setting(8, "B: tasks a step")
-    n_designs: int = setting(4, "M: designs a task")
-    n_executions: int = setting(4, "N: executions a design")
+    tasks_per_step: int = setting(8, "B: tasks a step", least=1)
+    n_designs: int = setting(4, "M: designs a task", least=1)
+    n_executions: int = setting(4, "N: executions a design", least=1)
 
-    lr: float = setting(5e-6, "learning rate of both roles' AdamW")
-    warmup_steps: int = setting(0, "linear warm-up, counted in a role's own updates")
-    weight_decay: float = setting(0.01, "AdamW's decay")
-    grad_clip: float = setting(1.0, "largest gradient norm")
-    clip_low: float = setting(0.2, "the ratio is clipped at 1 - this")
-    clip_high: float = setting(0.2, "the ratio is clipped at 1 + this")
-    tis_cap: float = setting(2.0, "largest importance weight between sampler and trainer")
+    lr: float = setting(5e-6, "learning rate of both roles' AdamW", above=0)
+    warmup_steps: int = setting(0, "linear warm-up, counted in a role's own updates", least=0)
+    weight_decay: float = setting(0.01, "AdamW's decay", least=0)
+    grad_clip: float = setting(1.0, "largest gradient norm", above=0)
+    clip_low: float = setting(0.2, "the ratio is clipped at 1 - this", least=0)
+    clip_high: float = setting(0.2, "the ratio is clipped at 1 + this", least=0)
+    tis_cap: float = setting(2.0, "largest importance weight between sampler and trainer", above=0)
     gap_bound: float = setting(
         0.0,
         "at the start, mean |log-prob of trainer - of sampler| allowed (20 times that for a single"
         " token); 0: 0.001 in float32, 0.05 in bfloat16",
+        least=0,
     )
-    updates_per_step: int = setting(4, "optimizer steps a rollout, on disjoint parts of its calls")
+    updates_per_step: int = setting(
+        4, "optimizer steps a rollout, on disjoint parts of its calls", least=1
+    )
     normalize_std: bool = setting(True, "divide advantages by the group's standard deviation")
     mask_truncated: bool = setting(True, "leave replies that hit their token limit out of the loss")
     code_reward: str = setting(
         "all", "a program's reward: all tests, or their fraction", choices=("all", "fraction")
     )
-    token_budget: int = setting(16384, "tokens a micro-batch, padding included")
+    token_budget: int = setting(16384, "tokens a micro-batch, padding included", least=1)
 
     temperature: float = setting(1.0, "of sampling, in training and evaluation")
-    designer_max_tokens: int = setting(8192, "output tokens of a design")
-    executor_max_tokens: int = setting(8192, "output tokens of an agent's reply")
-    max_context: int = setting(16384, "prompt and reply together")
-    max_calls: int = setting(32, "calls an execution may make")
+    designer_max_tokens: int = setting(8192, "output tokens of a design", least=1)
+    executor_max_tokens: int = setting(8192, "output tokens of an agent's reply", least=1)
+    max_context: int = setting(16384, "prompt and reply together", least=1)
+    max_calls: int = setting(32, "calls an execution may make", least=1)
     designer_prompt: str = setting("", "a file with a designer prompt; default: the preset's")
     isolation: str = setting(
         "strict", "sandbox: every layer or an error, or what there is", choices=("strict", "best")
     )
     deterministic: bool = setting(False, "run scripts in rounds: the same bits for the same seed")
 
-    sft_traces: int = setting(0, "cold start: executions by the teacher (correct ones are kept)")
-    sft_steps: int = setting(0, "cold start: optimizer steps")
-    sft_batch: int = setting(128, "cold start: examples a step")
-    sft_lr: float = setting(1e-5, "cold start: peak learning rate")
+    sft_traces: int = setting(
+        0, "cold start: executions by the teacher (correct ones are kept)", least=0
+    )
+    sft_steps: int = setting(0, "cold start: optimizer steps", least=0)
+    sft_batch: int = setting(128, "cold start: examples a step", least=1)
+    sft_lr: float = setting(1e-5, "cold start: peak learning rate", above=0)
 
-    eval_tasks: int = setting(512, "held-out tasks, before and after")
+    eval_tasks: int = setting(512, "held-out tasks, before and after", least=0)
     tables: bool = setting(
         False, "at the end: who contributed, and every structure forced (needs a second engine)"
     )
-    checkpoint_every: int = setting(10, "steps between checkpoints")
-    keep_checkpoints: int = setting(2, "how many of the last checkpoints stay")
+    checkpoint_every: int = setting(10, "steps between checkpoints", least=1)
+    keep_checkpoints: int = setting(2, "how many of the last checkpoints stay", least=1)
     device: str = setting("auto", "where the model lives", choices=("auto", "cpu", "cuda"))
     dtype: str = setting(
         "float32",
@@ -261,8 +274,12 @@ class Config:
         choices=("auto", "torch", "vllm"),
     )
     vllm_memory: float = setting(0.6, "share of the GPU's memory that vLLM may take")
-    timeout_minutes: float = setting(60.0, "a rank that waits longer for another one gives up")
-    threads: int = setting(0, "torch threads; 0: torch's choice. OMP_NUM_THREADS overrides")
+    timeout_minutes: float = setting(
+        60.0, "a rank that waits longer for another one gives up", above=0
+    )
+    threads: int = setting(
+        0, "torch threads; 0: torch's choice. OMP_NUM_THREADS overrides", least=0
+    )
 
 
 QWEN3 = dict(
@@ -332,13 +349,13 @@ def parse(argv: list[str] | None = None) -> Config:
         parser.error(f"no preset {preset}: give one of {', '.join(PRESETS)}")
     defaults = {"preset": preset, **PRESETS[preset]}
     for f in dataclasses.fields(Config):
-        kind = {"int": int, "float": float, "str": str, "bool": None}[f.type]
         options = {"default": defaults.get(f.name, f.default), "help": f.metadata["help"]}
-        if kind is None:
+        if f.type == "bool":
             options["action"] = argparse.BooleanOptionalAction
         else:
+            kind = {"int": int, "float": float, "str": str}[f.type]
             options.update(type=kind, choices=f.metadata.get("choices"))
-        parser.add_argument("--" + f.name.replace("_", "-"), **options)
+        parser.add_argument(flag(f.name), **options)
     config = Config(**vars(parser.parse_args(argv)))
     try:
         check(config)
@@ -362,7 +379,7 @@ def check(config: Config) -> None:
         given = getattr(config, name)
         on_hub = name == "model" and re.fullmatch(r"[\w.-]+/[\w.-]+", given)
         if given and not (Path(given).exists() or on_hub or (name == "resume" and given == "auto")):
-            raise UsageError(f"--{name.replace('_', '-')}: there is no {given}: give a path")
+            raise UsageError(f"{flag(name)}: there is no {given}: give a path")
     mixed = config.data and config.train != "sft"
     names = list(parse_mix(config.data)) if mixed else []
     for given in names + data_names(config.eval_data):
@@ -393,23 +410,13 @@ def check(config: Config) -> None:
 
 def check_numbers(config: Config) -> None:
     """Raises UsageError for a number out of its range."""
-    at_least_1 = (
-        "tasks_per_step n_designs n_executions stage_length updates_per_step token_budget max_calls"
-        " designer_max_tokens executor_max_tokens max_context checkpoint_every keep_checkpoints"
-        " sft_batch max_tests"
-    )
-    for name in at_least_1.split():
-        if getattr(config, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(config, name)}: at least 1")
-    for name in "steps warmup_steps sft_traces sft_steps eval_tasks threads".split():
-        if getattr(config, name) < 0:
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(config, name)}: at least 0")
-    for name in "lr sft_lr grad_clip tis_cap timeout_minutes".split():
-        if not 0 < getattr(config, name) < math.inf:
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(config, name)}: more than 0")
-    for name in "weight_decay clip_low clip_high gap_bound".split():
-        if not 0 <= getattr(config, name) < math.inf:
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(config, name)}: at least 0")
+    for f in dataclasses.fields(Config):
+        value = getattr(config, f.name)
+        least, above = f.metadata.get("least"), f.metadata.get("above")
+        if least is not None and not least <= value < math.inf:
+            raise UsageError(f"{flag(f.name)} is {value}: at least {least}")
+        if above is not None and not above < value < math.inf:
+            raise UsageError(f"{flag(f.name)} is {value}: more than {above}")
     if not 0 < config.vllm_memory <= 1:
         raise UsageError(f"--vllm-memory is {config.vllm_memory}: a share, above 0 and at most 1")
     difficulty_range(config.difficulty)
@@ -477,14 +484,10 @@ def not_the_file(error: BaseException) -> bool:
     return lost_rank(error) or isinstance(error, torch.OutOfMemoryError)
 
 
-def say(text: str, **options) -> None:
+def say(text: str) -> None:
     """Prints, on the first rank only."""
     if rank() == 0:
-        print(text, flush=True, **options)
-
-
-def barrier() -> None:
-    sum_over_ranks([0.0])
+        print(text, flush=True)
 
 
 def gather(part: list) -> list:
@@ -496,12 +499,12 @@ def gather(part: list) -> list:
     return [item for part in parts for item in part]
 
 
+def barrier() -> None:
+    gather([])
+
+
 def sum_over_ranks(values: list[float]) -> list[float]:
-    if ranks() == 1:
-        return values
-    total = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.tolist()
+    return [sum(column) for column in zip(*gather([values]), strict=True)]
 
 
 def my_share(items: list) -> tuple[int, list]:
@@ -743,18 +746,12 @@ def my_batches(
     """
     lengths = [len(calls[i].prompt_ids) + len(calls[i].output_ids) for i in forward]
     cut = micro_batches(lengths, config.token_budget, ranks())
-    mine = []
+    mine, how = [], {"mask_truncated": config.mask_truncated, "device": config.device}
     for part in cut[rank() :: ranks()]:
         rows = [forward[i] for i in part]
+        batch = empty_batch(pad_id, config.device)
         if rows:
-            batch = pack(
-                [calls[i] for i in rows],
-                pad_id,
-                mask_truncated=config.mask_truncated,
-                device=config.device,
-            )
-        else:
-            batch = empty_batch(pad_id, config.device)
+            batch = pack([calls[i] for i in rows], pad_id, **how)
         mine.append((rows, batch))
     return mine, padding_waste(lengths, cut)
 
@@ -802,10 +799,9 @@ def train_on(
     if len(updates) > 1:
         with torch.no_grad():
             logp_old = [[score_tokens(policy, m.batch) for m in update] for update in updates]
-    totals, norms, skipped, largest_gap = Counter(), [], 0, 0.0
+    totals, losses, norms, largest_gap = Counter(), [], [], 0.0
     for update, olds in zip(updates, logp_old, strict=True):
         if not update:
-            skipped += 1
             continue
         update_loss = 0.0
         for micro, old in zip(update, olds, strict=True):
@@ -827,18 +823,20 @@ def train_on(
             update_loss += loss.item()
         (update_loss,) = sum_over_ranks([update_loss])  # known to all, so all stop at a NaN
         check_finite("loss", update_loss, optimizer.updates)
-        totals["loss"] += update_loss / ranks()  # summed again below
+        losses.append(update_loss)
         norms.append(optimizer.step(config))
     names = sorted(totals)
     totals = dict(zip(names, sum_over_ranks([totals[name] for name in names]), strict=True))
-    return training_metrics(totals, norms) | {
+    return training_metrics(totals) | {
+        "loss": sum(losses) / max(1, len(losses)),
+        "grad_norm": max(norms, default=0.0),
         "sampler_gap_max": max(gather([largest_gap])),
-        "skipped": skipped,
+        "skipped": len(updates) - len(losses),
         "lr": optimizer.lr,
     }
 
 
-def training_metrics(totals: dict[str, float], norms: list[float]) -> dict:
+def training_metrics(totals: dict[str, float]) -> dict:
     """Sums over micro-batches and ranks -> means over trained tokens. {}: nothing was trained."""
     tokens = totals.get("tokens", 0.0)
 
@@ -846,7 +844,6 @@ def training_metrics(totals: dict[str, float], norms: list[float]) -> dict:
         return totals[name] / tokens if tokens else nothing
 
     return {
-        "loss": totals.get("loss", 0.0) / max(1, len(norms)),
         "trained_tokens": int(tokens),
         "clip_fraction": mean("clipped"),
         "approx_kl": mean("kl_sum"),
@@ -854,7 +851,6 @@ def training_metrics(totals: dict[str, float], norms: list[float]) -> dict:
         "tis_weight": mean("tis_weight_sum", 1.0),
         "tis_capped": mean("tis_capped"),
         "sampler_gap": mean("sampler_gap_sum"),
-        "grad_norm": max(norms, default=0.0),
     }
 
 
@@ -899,14 +895,11 @@ def check_sampler(policy: ScoringModel, calls: list, config: Config, pad_id: int
     calls = calls[: max(1, config.token_budget // longest)]
     batch = empty_batch(pad_id, config.device)
     if calls:
-        batch = pack(calls, pad_id, device=config.device)
+        batch = pack(calls, pad_id, mask_truncated=False, device=config.device)
     with torch.no_grad():
         logp = score_tokens(policy, batch)
-    gap = torch.zeros_like(logp)
-    if calls:
-        gap = torch.where(batch.response_mask, (logp - batch.logp_sampler).abs(), gap)
-    n = int(batch.response_mask.sum()) if calls else 0
-    total, tokens = sum_over_ranks([gap.sum().item(), n])
+    gap = torch.where(batch.loss_mask, (logp - batch.logp_sampler).abs(), 0.0)
+    total, tokens = sum_over_ranks([gap.sum().item(), batch.loss_mask.sum().item()])
     mean, (worst, where) = total / max(1.0, tokens), max(gather([worst_token(calls, gap, logp)]))
     if not (mean <= bound and worst <= 20 * bound):
         raise EngineError(
@@ -941,13 +934,7 @@ def teacher_traces(config: Config, world: World, pool) -> list[Example]:
     tasks = toy.make_tasks(
         config.sft_traces, f"{config.seed} cold start", kinds=toy.COLD_START_KINDS
     )
-    began = time.monotonic()
-
-    def show(done: int, total: int, kept: int) -> None:
-        seconds = time.monotonic() - began
-        text = f"teacher: {done}/{total} tasks, {kept} examples kept, {seconds:.0f} s"
-        progress(text, last=done == total)
-
+    show = counter("tasks by the teacher", lambda kept: f", {kept} examples kept")
     options = rollout_options(config, world) | {"seed": config.seed}
     first, mine = my_share(tasks)
     return gather(
@@ -975,56 +962,31 @@ def sft_step(
     return metrics | {"padding": waste, "seconds/step": seconds}
 
 
-def sft_plan(examples: list[Example], tokenizer, config: Config) -> tuple[list, list[list[int]]]:
-    """(encoded examples, the rows of every step). Raises UsageError where nothing fits."""
+def imitation(
+    policy: ScoringModel, tokenizer, examples: list[Example], config: Config
+) -> tuple[Optimizer, Callable]:
+    """(the optimizer, step_of(step) -> metrics of one update). Raises UsageError: nothing fits."""
     encoded = encode(examples, tokenizer, max_context=config.max_context, chat_kwargs=CHAT_KWARGS)
     if len(encoded) < len(examples):
         say(f"{len(examples) - len(encoded)} examples exceed --max-context: left out")
     if not encoded:
         raise UsageError("every example exceeds --max-context: give a larger one")
-    return encoded, list(batches(len(encoded), config.sft_batch, config.sft_steps, config.seed))
-
-
-def sft_optimizer(policy: ScoringModel, config: Config) -> Optimizer:
+    order = list(batches(len(encoded), config.sft_batch, config.sft_steps, config.seed))
     warmup = min(30, config.sft_steps)
     schedule = functools.partial(cosine, steps=config.sft_steps, warmup=warmup)
-    return Optimizer(policy, config.sft_lr, config.weight_decay, schedule)
+    optimizer = Optimizer(policy, config.sft_lr, config.weight_decay, schedule)
 
-
-def imitate(policy: ScoringModel, tokenizer, examples: list[Example], config: Config) -> None:
-    """The toy's cold start: all steps at once, with a progress line."""
-    encoded, order = sft_plan(examples, tokenizer, config)
-    optimizer = sft_optimizer(policy, config)
-    began, losses = time.monotonic(), []
-    for step, rows in enumerate(order):
-        calls = [encoded[i] for i in rows]
+    def step_of(step: int, *, first: bool = False) -> dict:
+        calls = [encoded[i] for i in order[step]]
         metrics = sft_step(policy, optimizer, calls, tokenizer.pad_token_id, config)
-        losses.append(metrics["loss"])
-        if (step + 1) % 50 == 0 or step + 1 == config.sft_steps:
-            mean, seconds = sum(losses) / len(losses), time.monotonic() - began
-            left = seconds / (step + 1) * (config.sft_steps - step - 1)
-            text = f"cold start: step {step + 1}/{config.sft_steps}, loss {mean:.3f}"
-            progress(f"{text}, {seconds:.0f} s, {left:.0f} s to go", last=left == 0)
-            losses.clear()
+        return {"step": step, "role": "sft", **metrics}
+
+    return optimizer, step_of
 
 
-def progress(text: str, *, last: bool) -> None:
-    """A line that the next one overwrites; in a file or a pipe, a line each."""
-    on_terminal = sys.stdout.isatty()
-    say(("\r\x1b[K" if on_terminal else "") + text, end="" if on_terminal and not last else "\n")
-
-
-def counter(label: str) -> Callable:
-    """For evaluate's on_progress: at most a line a second, or every ten seconds in a file."""
-    pause, shown = (1.0 if sys.stdout.isatty() else 10.0), [time.monotonic()]
-
-    def show(done: int, total: int, result: Result) -> None:
-        finished = done == total and len(result.rows) == total
-        if finished or time.monotonic() - shown[0] > pause:
-            shown[0] = time.monotonic()
-            progress(f"{label}: {done}/{total}", last=finished)
-
-    return show
+def counter(noun: str, more: Callable = mean_so_far) -> Callable:
+    """For on_progress: how far it is, said by the first rank only."""
+    return progress_line(noun, more) if rank() == 0 else lambda *_: None
 
 
 # --- checkpoints and files ---
@@ -1049,14 +1011,15 @@ def read_config(folder: Path) -> Config:
         raise UsageError(f"{folder} is no run folder, give one like runs/toy: {error}") from error
 
 
-def differing(saved: dict, config: Config) -> list[str]:
-    """The settings in which a saved configuration differs, for a message."""
-    now = dataclasses.asdict(config)
-    return [
-        f"--{name.replace('_', '-')} was {saved.get(name)!r}, is {value!r}"
-        for name, value in now.items()
+def require_same(folder: Path, saved: dict, config: Config) -> None:
+    """Raises UsageError where the configuration saved in `folder` differs in a setting."""
+    others = [
+        f"{flag(name)} was {saved.get(name)!r}, is {value!r}"
+        for name, value in dataclasses.asdict(config).items()
         if name not in NOT_SETTINGS and saved.get(name) != value
     ]
+    if others:
+        raise UsageError(f"{folder} is of another configuration: {'; '.join(others)}")
 
 
 @contextlib.contextmanager
@@ -1147,32 +1110,29 @@ def load_checkpoint(folder: Path, state: State, config: Config) -> int:
 
     Raises UsageError for the checkpoint of another configuration or one that can't be read.
     """
-    unreadable = f"{folder} can't be read; remove it to go on after the one before"
     try:
         saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        others = differing(saved["config"], config)
-        counts = {role: saved["optimizers"][role] for role in state.optimizers}
-        done = saved["step"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{unreadable}: {one_line(error)}") from error
-    if others:
-        raise UsageError(f"{folder} is of another configuration: {'; '.join(others)}")
-    for role, optimizer in state.optimizers.items():
-        optimizer.updates, optimizer.lr = counts[role]["updates"], counts[role]["lr"]
-        if optimizer.updates:  # room for what is loaded in place
-            for weight in state.policy.parameters():
-                optimizer.adamw.state[weight] = {
-                    "step": torch.tensor(float(optimizer.updates)),
-                    "exp_avg": torch.zeros_like(weight),
-                    "exp_avg_sq": torch.zeros_like(weight),
-                }
-    try:
+        require_same(folder, saved["config"], config)
+        for role, optimizer in state.optimizers.items():
+            counts = saved["optimizers"][role]
+            optimizer.updates, optimizer.lr = counts["updates"], counts["lr"]
+            if optimizer.updates:  # room for what is loaded in place
+                for weight in state.policy.parameters():
+                    optimizer.adamw.state[weight] = {
+                        "step": torch.tensor(float(optimizer.updates)),
+                        "exp_avg": torch.zeros_like(weight),
+                        "exp_avg_sq": torch.zeros_like(weight),
+                    }
         dcp.load(tensors(state), checkpoint_id=folder, no_dist=not joined)
-    except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
+        return saved["step"]
+    except UsageError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, CheckpointException) as error:
         if not_the_file(error):
             raise
-        raise UsageError(f"{unreadable}: {one_line(error)}") from error
-    return done
+        raise UsageError(
+            f"{folder} can't be read; remove it to go on after the one before: {one_line(error)}"
+        ) from error
 
 
 def export(folder: Path) -> Path:
@@ -1190,17 +1150,10 @@ def export(folder: Path) -> Path:
 def cut_log(path: Path, step: int) -> None:
     """Leaves the lines of steps before `step`: what came after the checkpoint is done again.
 
-    A last line that was torn by a crash comes after the checkpoint too. For the first rank.
+    Line i is step i, so a last line that was torn by a crash goes too. For the first rank.
     """
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    kept = []
-    for line in lines:
-        try:
-            if json.loads(line)["step"] < step:
-                kept.append(line + "\n")
-        except json.JSONDecodeError:
-            break
-    write_text(path, "".join(kept))
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    write_text(path, "".join(lines[:step]))
 
 
 def new_folder(config: Config) -> Path:
@@ -1209,7 +1162,7 @@ def new_folder(config: Config) -> Path:
     Without --name it is the first of toy, toy-2, toy-3, ... that is free.
     """
     out, made = Path(config.out), None
-    names = [config.name] if config.name else [config.preset]
+    names = [config.name or config.preset]
     if not config.name and config.resume != "auto":
         names += [f"{config.preset}-{i}" for i in range(2, 1000)]
     if rank() == 0:
@@ -1218,10 +1171,9 @@ def new_folder(config: Config) -> Path:
         partial.mkdir()
         try:
             write_json(partial / "config.json", dataclasses.asdict(config))
-            for name in names:
-                if not (out / name).exists():
-                    made = str(partial.rename(out / name))
-                    break
+            free = [out / name for name in names if not (out / name).exists()]
+            if free:
+                made = str(partial.rename(free[0]))
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     (made,) = gather([made] if rank() == 0 else [])
@@ -1236,28 +1188,19 @@ def sample_designs(world: World, pool, config: Config, engine) -> str:
     if rank() != 0:
         return ""
     tasks = {task.source or task.kind: task for task in reversed(world.eval_tasks[:64])}
-    rollouts = rollout(
-        list(tasks.values()) or world.tasks_of(0)[:3],
-        engine,
-        pool,
-        score,
-        n_designs=1,
-        n_executions=1,
-        seed=config.seed,
-        step=EVALUATION_STEP,
-        **rollout_options(config, world),
-    )
+    asked = list(tasks.values()) or world.tasks_of(0)[:3]
+    plan = {"n_designs": 1, "n_executions": 1, "seed": config.seed, "step": EVALUATION_STEP}
+    rollouts = rollout(asked, engine, pool, score, **plan, **rollout_options(config, world))
     parts = []
     for rolled in rollouts:
         drawn = rolled.designs[0]
         execution = drawn.executions[0]
-        parts += [
-            f"## {rolled.task.question}\n\n```python\n{drawn.script or ''}```\n",
-            f"{drawn.structure or drawn.error}; {execution.status}, ",
-            f"reward {execution.reward:g}\n\n",
-            *(f"    {call.agent}: {call.text!r}\n" for call in execution.calls),
-            "\n",
-        ]
+        calls = "".join(f"    {call.agent}: {call.text!r}\n" for call in execution.calls)
+        parts.append(
+            f"## {rolled.task.question}\n\n```python\n{drawn.script or ''}```\n"
+            f"{drawn.structure or drawn.error}; {execution.status}, "
+            f"reward {execution.reward:g}\n\n{calls}\n"
+        )
     return "".join(parts)
 
 
@@ -1438,7 +1381,10 @@ def start_folder(config: Config, folder: Path, world: World, pool) -> Path:
         texts = [m["content"] for e in examples for m in e.messages]
         tokenizer = toy.make_tokenizer(texts + [e.response for e in examples])
         policy = shard(ScoringModel(toy.make_model(tokenizer, config.seed)), config)
-        imitate(policy, tokenizer, examples, config)
+        _, step_of = imitation(policy, tokenizer, examples, config)
+        show = counter("steps of the cold start", lambda loss: f", loss {loss:.3f}")
+        for step in range(config.sft_steps):
+            show(step + 1, config.sft_steps, step_of(step)["loss"])
         save_model(policy, tokenizer, start, config)
     return start
 
@@ -1469,21 +1415,24 @@ def held_out(
     return Result(system, gather(result.rows))
 
 
-def before_training(folder: Path, world: World, pool, config: Config, engine) -> Result | None:
-    """Held-out success and sample designs of the first weights; a resumed run has them already."""
-    saved = folder / "before.json"
+def measure(name: str, folder: Path, world: World, pool, config: Config, engine) -> Result | None:
+    """Held-out success and sample designs, "before" or "after"; what is in its file stays."""
+    saved = folder / f"{name}.json"
     if saved.exists():
         rows = [Row(**row) for row in json.loads(saved.read_text(encoding="utf-8"))]
-        return Result("before", rows) if rows else None
-    before = held_out("held-out tasks before", world, pool, config, engine)
-    if before:
-        say(f"held-out success before RL: {before.mean():.3f}")
+        return Result(name, rows) if rows else None
+    result = held_out(f"held-out tasks {name}", world, pool, config, engine)
+    if result:
+        say(f"held-out success {name} RL: {result.mean():.3f}")
     samples = sample_designs(world, pool, config, engine)
     if rank() == 0:
-        write_text(folder / "designs.md", f"# before\n\n{samples}")
-        write_json(saved, [dataclasses.asdict(row) for row in before.rows] if before else [])
+        page = folder / "designs.md"
+        shown = page.read_text(encoding="utf-8") if page.exists() else ""
+        first_part = shown.split(f"# {name}\n")[0]
+        write_text(page, f"{first_part}# {name}\n\n{samples}")
+        write_json(saved, [dataclasses.asdict(row) for row in result.rows] if result else [])
     barrier()
-    return before
+    return result
 
 
 def run(config: Config, folder: Path, world: World) -> None:
@@ -1499,17 +1448,13 @@ def run(config: Config, folder: Path, world: World) -> None:
             say(f"cold start saved in {start}")
             return
         state = make_state(start, config)
-        before = before_training(folder, world, pool, config, state.engine)
+        before = measure("before", folder, world, pool, config, state.engine)
         done = go_on(folder, state, config)
         push_weights(state, config)
         rl_step = functools.partial(train_step, state=state, world=world, pool=pool, config=config)
         learn(rl_step, state, config, folder, done, config.steps)
         save_model(state.policy, state.tokenizer, folder / "final", config)
-        samples = sample_designs(world, pool, config, state.engine)
-        if rank() == 0:
-            shown = (folder / "designs.md").read_text(encoding="utf-8").split("# after\n")[0]
-            write_text(folder / "designs.md", f"{shown}# after\n\n{samples}")
-        after = held_out("held-out tasks after", world, pool, config, state.engine)
+        after = measure("after", folder, world, pool, config, state.engine)
         points = [(0, before), (config.steps, after)] if before and after else []
         if rank() == 0:
             draw_curve(read_log(folder), points, folder / "curve.png")
@@ -1526,15 +1471,9 @@ def imitate_file(config: Config, folder: Path, examples: list[Example]) -> None:
     """--train sft on the traces of a file: the cold start of a real model, or the rest of one."""
     model, tokenizer = load_model(find_model(config.model), "cpu", getattr(torch, config.dtype))
     policy = shard(ScoringModel(model), config)
-    encoded, order = sft_plan(examples, tokenizer, config)
-    state = State(policy, tokenizer, None, {"sft": sft_optimizer(policy, config)})
-    say(f"run {folder}: {len(encoded)} examples, {config.sft_steps} steps of {config.sft_batch}")
-
-    def step_of(step: int, *, first: bool) -> dict:
-        calls = [encoded[i] for i in order[step]]
-        metrics = sft_step(policy, state.optimizers["sft"], calls, tokenizer.pad_token_id, config)
-        return {"step": step, "role": "sft", **metrics}
-
+    say(f"run {folder}: {len(examples)} examples, {config.sft_steps} steps of {config.sft_batch}")
+    optimizer, step_of = imitation(policy, tokenizer, examples, config)
+    state = State(policy, tokenizer, None, {"sft": optimizer})
     learn(step_of, state, config, folder, go_on(folder, state, config), config.sft_steps)
     save_model(policy, tokenizer, folder / "final", config)
     if rank() == 0:
@@ -1603,7 +1542,8 @@ def final_tables(
             ("new designer, old executor", state.engine, cold),
             ("old designer, new executor", cold, state.engine),
         ):
-            success[name] = held_out(name, world, pool, config, designer, executor)
+            label = f"held-out tasks, {name}"
+            success[name] = held_out(label, world, pool, config, designer, executor)
     success["after"] = after
     parts = [success_table(success), shares_table({"before": before, "after": after})]
     if cold and rank() == 0:
@@ -1611,8 +1551,9 @@ def final_tables(
         options = rollout_options(config, world) | {"seed": config.seed}
         for name, engine in (("before", cold), ("after", state.engine)):
             label = f"every structure forced, {name}"
+            show = counter(f"tasks, {label}")
             table = oracle_table(
-                tasks, engine, pool, score, world.scripts, on_progress=counter(label), **options
+                tasks, engine, pool, score, world.scripts, on_progress=show, **options
             )
             parts.append(f"{label}\n\n{oracle_text(table)}")
     return "\n\n".join(parts) + "\n"
@@ -1635,16 +1576,14 @@ def find_run(config: Config) -> tuple[Config, Path | None]:
     """(settings, run folder) of what --resume names; the folder is None for a new run."""
     if not config.resume:
         return config, None
-    if config.resume != "auto":
-        folder = Path(config.resume)
-        return read_config(folder), folder
-    folder = Path(config.out) / (config.name or config.preset)
-    if not folder.exists():
+    auto = config.resume == "auto"
+    folder = Path(config.out) / (config.name or config.preset) if auto else Path(config.resume)
+    if auto and not folder.exists():
         return config, None
-    others = differing(dataclasses.asdict(read_config(folder)), config)
-    if others:
-        raise UsageError(f"{folder} is of another configuration: {'; '.join(others)}")
-    return read_config(folder), folder
+    saved = read_config(folder)
+    if auto:
+        require_same(folder, dataclasses.asdict(saved), config)
+    return saved, folder
 
 
 def finished(folder: Path, config: Config) -> bool:
@@ -1654,19 +1593,17 @@ def finished(folder: Path, config: Config) -> bool:
 
 def settle(config: Config) -> Config:
     """What was left open is decided, and paths hold from anywhere: so config.json is complete."""
-    changes = {}
     if config.device == "auto":
-        changes["device"] = "cuda" if torch.cuda.is_available() else "cpu"
-    config = dataclasses.replace(config, **changes)
-    changes["engine"] = choose_engine(config)
-    if config.tables and changes["engine"] == "vllm":
-        raise UsageError("--tables needs two engines, vLLM takes the GPU for one: --no-tables")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        config = dataclasses.replace(config, device=device)
+    changes = {name: absolute_names(getattr(config, name)) for name in ("data", "eval_data")}
     for name in ("model", "keep"):
         given = getattr(config, name)
         if given and Path(given).exists():
             changes[name] = str(Path(given).resolve())
-    changes["data"] = absolute_names(config.data)
-    changes["eval_data"] = absolute_names(config.eval_data)
+    changes["engine"] = choose_engine(config)
+    if config.tables and changes["engine"] == "vllm":
+        raise UsageError("--tables needs two engines, vLLM takes the GPU for one: --no-tables")
     return dataclasses.replace(config, **changes)
 
 
@@ -1773,10 +1710,8 @@ SHAPES = {
 }
 
 
-def memory_plan(
-    shape: Shape, *, ranks: int, optimizers: int, micro_batch: int, chunk: int, recompute: bool
-) -> dict[str, float]:
-    """What a GPU holds while it trains -> bytes, by arithmetic. micro_batch, chunk: tokens.
+def memory_plan(shape: Shape, config: Config, *, ranks: int) -> dict[str, float]:
+    """What a GPU holds while it trains -> bytes, by arithmetic.
 
     With P parameters, R ranks and A optimizers (stagewise training has one AdamW a role, A = 2),
     each rank holds float32 master weights 4P/R, gradients 4P/R, moments 8PA/R. What computes is
@@ -1790,31 +1725,17 @@ def memory_plan(
     >>> [round(part * P / 8 / 1e9, 1) for part in (4, 4, 8 * 2)]
     [4.1, 4.1, 16.4]
     """
-    p = shape.parameters()
+    p, optimizers = shape.parameters(), len(ROLES_OF.get(config.train, ["executor"]))
     inside = shape.head_dim * 2 * (shape.heads + shape.kv_heads) + 3 * shape.intermediate
-    layers = 1 if recompute else shape.layers
+    layers = 1 if config.recompute else shape.layers
     return {
         "master weights, float32": 4 * p / ranks,
         "gradients, float32": 4 * p / ranks,
         f"AdamW moments, {optimizers} x": 8 * p * optimizers / ranks,
         "gathered layers and head": 8 * (2 * shape.layer() + shape.outside()),
-        "hidden states": 2 * micro_batch * shape.hidden * (shape.layers + 1),
-        "inside a layer": 2 * micro_batch * (inside + 6 * shape.hidden) * layers,
-        "chunks of logits": 3 * 4 * chunk * shape.vocabulary,
-    }
-
-
-def generation_plan(shape: Shape, *, ranks: int, optimizers: int, engine: float) -> dict:
-    """What a GPU holds while it generates -> bytes. engine: bytes that the engine may take.
-
-    Generating and training take turns: gradients and activations don't exist now.
-    """
-    p = shape.parameters()
-    return {
-        "master weights, float32": 4 * p / ranks,
-        f"AdamW moments, {optimizers} x": 8 * p * optimizers / ranks,
-        "engine: weights, 16 bits": 2 * p,
-        "engine: keys and values": max(0.0, engine - 2 * p),
+        "hidden states": 2 * config.token_budget * shape.hidden * (shape.layers + 1),
+        "inside a layer": 2 * config.token_budget * (inside + 6 * shape.hidden) * layers,
+        "chunks of logits": 3 * 4 * LOGPROB_CHUNK * shape.vocabulary,
     }
 
 
@@ -1932,28 +1853,25 @@ def plan_text(config: Config) -> str:
     n_ranks = int(os.environ.get("WORLD_SIZE", n_ranks))
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0).total_memory / 1e9
-    optimizers = len(ROLES_OF.get(config.train, ["executor"]))
-    training = memory_plan(
-        shape,
-        ranks=n_ranks,
-        optimizers=optimizers,
-        micro_batch=config.token_budget,
-        chunk=LOGPROB_CHUNK,
-        recompute=config.recompute,
-    )
-    engine = config.vllm_memory * gpu * 1e9
-    generation = generation_plan(shape, ranks=n_ranks, optimizers=optimizers, engine=engine)
+    training = memory_plan(shape, config, ranks=n_ranks)
+    # Generating and training take turns: gradients and activations don't exist now.
+    stay = ("master weights", "AdamW moments")
+    generation = {name: size for name, size in training.items() if name.startswith(stay)}
+    checkpoint = n_ranks * sum(generation.values())
+    weights = 2 * shape.parameters()
+    room = max(0.0, config.vllm_memory * gpu * 1e9 - weights)
+    generation |= {"engine: weights, 16 bits": weights, "engine: keys and values": room}
     if config.engine == "torch":
-        training["the torch engine's weights, 16 bits"] = 2 * shape.parameters()
+        training["the torch engine's weights, 16 bits"] = weights
     plans = {"trains": training} | ({} if config.train == "sft" else {"generates": generation})
     tables = []
     for what, plan in plans.items():
         rows = [[name, f"{size / 1e9:.1f}"] for name, size in plan.items()]
         rows.append(["together", f"{sum(plan.values()) / 1e9:.1f} of {gpu:.0f}"])
         tables.append(markdown_table(rows, [f"while a GPU {what}", "GB"]))
-    kv_tokens = generation["engine: keys and values"] / shape.kv_bytes()
-    fits = max(sum(training.values()), sum(generation.values())) < gpu * 1e9
-    fits = fits and kv_tokens >= config.max_context
+    kv_tokens = room / shape.kv_bytes()
+    most = max(sum(training.values()), sum(generation.values()))
+    fits = most < gpu * 1e9 and kv_tokens >= config.max_context
     timed = fits and config.device != "cpu" and config.train != "sft"
     return "\n".join(
         [
@@ -1968,7 +1886,7 @@ def plan_text(config: Config) -> str:
             " --vllm-memory, --max-context\n",
             *step_plan(config),
             *([f"\n{time_text(config, shape, n_ranks, gpu, kv_tokens)}"] if timed else []),
-            f"a checkpoint: {shape.parameters() * 4 * (1 + 2 * optimizers) / 1e9:.0f} GB, every"
+            f"a checkpoint: {checkpoint / 1e9:.0f} GB, every"
             f" {config.checkpoint_every} steps; {config.keep_checkpoints} are kept, and one more"
             " while it is written",
         ]

@@ -11,6 +11,9 @@ import engine
 import train
 from execute import shares, tally
 
+# 8 tasks a step, 4 x 4, 4 updates; micro-batches of 16,384 tokens
+PAPER = train.Config(recompute=True)
+
 
 def model_of(shape: train.Shape, **more) -> Qwen3ForCausalLM:
     """A Qwen3 of this shape without memory."""
@@ -55,9 +58,7 @@ def test_the_8b_plan_by_hand():
     states: 2 bytes x 16,384 tokens x 4,096 x 37 = 4.966 GB.
     """
     shape = train.SHAPES["Qwen/Qwen3-8B"]
-    found = train.memory_plan(
-        shape, ranks=8, optimizers=2, micro_batch=16_384, chunk=1024, recompute=True
-    )
+    found = train.memory_plan(shape, PAPER, ranks=8)
     want = {
         "master weights, float32": 4.095,
         "gradients, float32": 4.095,
@@ -87,7 +88,6 @@ def test_flops_of_a_forward_are_those_of_a_real_model():
 
 
 H200 = {"tflops": 989, "bandwidth": 4.8}
-PAPER = train.Config(recompute=True)  # 8 tasks a step, 4 x 4, 4 updates
 
 
 def test_the_8b_time_by_hand():
@@ -198,6 +198,9 @@ def test_a_dry_run_says_that_it_fits(name, capsys):
     assert "8 tasks (4 polaris, 2 apps, 2 codecontests), 32 designs, 128 executions" in out
     config = train.parse(["--preset", name])
     assert max(config.designer_max_tokens, config.executor_max_tokens) < config.max_context
+    everything = 4 + 2 * 8  # bytes a parameter: the weights, and two roles' moments
+    size = everything * train.shape_of(config).parameters() / 1e9
+    assert f"a checkpoint: {size:.0f} GB" in out
 
 
 def test_a_dry_run_says_what_does_not_fit(capsys):

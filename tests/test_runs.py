@@ -77,6 +77,7 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 def refused(capsys, *argv) -> str:
     """The one line of a command that can't work, run in this process."""
+    capsys.readouterr()  # progress of the runs before it
     assert train.main([*map(str, argv)]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("train.py: error: ")

@@ -115,6 +115,13 @@ def test_every_setting_is_read_somewhere():
         assert used, f"--{name} is never read"
 
 
+def test_every_number_has_a_range():
+    """By its setting; the three others are checked in words, or may be anything (the seed)."""
+    for f in dataclasses.fields(train.Config):
+        if f.type in ("int", "float") and f.name not in ("seed", "temperature", "vllm_memory"):
+            assert len(f.metadata.keys() & {"least", "above"}) == 1, f.name
+
+
 # --- one update
 
 
