@@ -145,20 +145,20 @@ def collect(
     score: Callable,
     *,
     batch: int = 256,
-    first_task: int = 0,
+    places: Sequence[int] | None = None,
     on_progress: Callable[[int, int, int], None] | None = None,
     **options,
 ) -> list[Example]:
     """One design and one execution a task by `teacher`, kept where correct.
 
-    options: those of execute.rollout. first_task: the place of tasks[0] among all tasks, for the
-    seeds. on_progress(tasks done, tasks, examples kept).
+    options: those of execute.rollout; places too, of all tasks. on_progress(tasks done, tasks,
+    examples kept).
     """
+    places = range(len(tasks)) if places is None else places
     examples: list[Example] = []
     for start in range(0, len(tasks), batch):
-        part = tasks[start : start + batch]
-        places = range(first_task + start, first_task + start + len(part))
-        plan = {"n_designs": 1, "n_executions": 1, "places": places}
+        part, where = tasks[start : start + batch], places[start : start + batch]
+        plan = {"n_designs": 1, "n_executions": 1, "places": where}
         rolled = rollout(part, teacher, pool, score, **plan, **options)
         examples += examples_of(rolled)
         if on_progress:

@@ -104,6 +104,7 @@ from engine import (
     TorchEngine,
     VLLMEngine,
     check_folder,
+    choose_engine,
     find_model,
     load_model,
     vllm_missing,
@@ -507,10 +508,10 @@ def sum_over_ranks(values: list[float]) -> list[float]:
     return [sum(column) for column in zip(*gather([values]), strict=True)]
 
 
-def my_share(items: list) -> tuple[int, list]:
-    """(place of the first one, this rank's stretch of `items`), as data.step_tasks cuts them."""
+def my_share(items: list) -> tuple[range, list]:
+    """(places, items) of this rank's stretch of `items`, as data.step_tasks cuts them."""
     first, last = (r * len(items) // ranks() for r in (rank(), rank() + 1))
-    return first, items[first:last]
+    return range(first, last), items[first:last]
 
 
 def shard(policy: ScoringModel, config: Config) -> ScoringModel:
@@ -936,9 +937,9 @@ def teacher_traces(config: Config, world: World, pool) -> list[Example]:
     )
     show = counter("tasks by the teacher", lambda kept: f", {kept} examples kept")
     options = rollout_options(config, world) | {"seed": config.seed}
-    first, mine = my_share(tasks)
+    places, mine = my_share(tasks)
     return gather(
-        collect(mine, toy.teacher(), pool, score, first_task=first, on_progress=show, **options)
+        collect(mine, toy.teacher(), pool, score, places=places, on_progress=show, **options)
     )
 
 
@@ -1225,19 +1226,6 @@ def warm_up(update: int, warmup: int) -> float:
     return min(1.0, (update + 1) / warmup) if warmup else 1.0
 
 
-def choose_engine(config: Config) -> str:
-    """torch or vllm; auto is said aloud. Raises EngineError for a vLLM that is not there."""
-    missing = vllm_missing()
-    if config.engine == "vllm" and missing:
-        raise EngineError(missing)
-    if config.engine != "auto":
-        return config.engine
-    kind = "vllm" if config.device == "cuda" and not missing else "torch"
-    why = missing or f"device {config.device}"
-    say(f"engine auto: {kind}" + (f" ({why})" if kind == "torch" else ""))
-    return kind
-
-
 def make_engine(start: Path, model, tokenizer, config: Config) -> TorchEngine | VLLMEngine:
     """An engine of this rank with weights of its own: those of `model`, which lies in `start`."""
     limits = {"max_context": config.max_context, "chat_kwargs": CHAT_KWARGS}
@@ -1277,7 +1265,7 @@ def roll_out(
         scoring.append(time.monotonic() - started)
         return reward
 
-    first, mine = my_share(tasks)
+    places, mine = my_share(tasks)
     rolled = []
     try:
         with preemption.raising(at_once=True):
@@ -1291,7 +1279,7 @@ def roll_out(
                     timed_score,
                     seed=config.seed,
                     step=step,
-                    places=range(first, first + len(mine)),
+                    places=places,
                     **plan,
                     **rollout_options(config, world),
                 )
@@ -1395,7 +1383,7 @@ def held_out(
     """What is trained (designing, or the single agent) on the held-out tasks, one try each."""
     if not world.eval_tasks:
         return None
-    first, mine = my_share(world.eval_tasks)
+    places, mine = my_share(world.eval_tasks)
     system = "single" if config.train == "single" else "designed"
     result = Result(system)
     if mine:
@@ -1408,7 +1396,7 @@ def held_out(
             scripts=world.scripts,
             executor_engine=executor_engine,
             seed=config.seed,
-            places=range(first, first + len(mine)),
+            places=places,
             on_progress=counter(label),
             **rollout_options(config, world),
         )
@@ -1601,7 +1589,10 @@ def settle(config: Config) -> Config:
         given = getattr(config, name)
         if given and Path(given).exists():
             changes[name] = str(Path(given).resolve())
-    changes["engine"] = choose_engine(config)
+    changes["engine"] = choose_engine(config.engine, config.device)
+    if config.engine == "auto":
+        why = vllm_missing() if config.device == "cuda" else f"device {config.device}"
+        say(f"engine auto: {changes['engine']}" + (f" ({why})" if why else ""))
     if config.tables and changes["engine"] == "vllm":
         raise UsageError("--tables needs two engines, vLLM takes the GPU for one: --no-tables")
     return dataclasses.replace(config, **changes)

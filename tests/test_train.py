@@ -378,15 +378,18 @@ def test_weights_are_pushed_one_at_a_time_in_the_engines_dtype(policy):
 
 def test_vllm_asked_for_and_missing_is_one_line(monkeypatch, capsys, tmp_path):
     missing = "vLLM is not installed: pip install -r requirements-gpu.txt"
-    monkeypatch.setattr(train, "vllm_missing", lambda: missing)
+    for module in (train, engine):
+        monkeypatch.setattr(module, "vllm_missing", lambda: missing)
     assert train.main(["--engine", "vllm", "--no-tables", "--out", str(tmp_path / "r")]) == 1
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line == f"train.py: failed: {missing}" and not (tmp_path / "r").exists()
-    assert train.choose_engine(config(engine="auto", device="cuda")) == "torch"
+    assert train.settle(config(engine="auto", device="cuda")).engine == "torch"
     assert missing in capsys.readouterr().out  # auto says why
-    monkeypatch.setattr(train, "vllm_missing", lambda: None)
-    assert train.choose_engine(config(engine="auto", device="cuda")) == "vllm"
-    assert train.choose_engine(config(engine="auto", device="cpu")) == "torch"
+    for module in (train, engine):
+        monkeypatch.setattr(module, "vllm_missing", lambda: None)
+    assert train.settle(config(engine="auto", device="cuda", tables=False)).engine == "vllm"
+    assert capsys.readouterr().out == "engine auto: vllm\n"
+    assert train.settle(config(engine="auto", device="cpu")).engine == "torch"
 
 
 def test_an_engine_that_fails_ends_the_run_with_one_line(monkeypatch, capsys, tmp_path):
