@@ -450,7 +450,7 @@ def test_the_cold_start_keeps_correct_traces_only():
     ],
 )
 def test_what_this_machine_can_not_do_is_one_line(argv, says, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(train, "vllm_missing", lambda: None)
+    monkeypatch.setattr(engine, "vllm_missing", lambda: None)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")  # and so what the run sets is taken back
         monkeypatch.delenv(name)
