@@ -1939,6 +1939,7 @@ def main(argv: list[str] | None = None) -> int:
     except RuntimeError as error:
         if not lost_rank(error):
             raise
+        preemption.at_once = False  # torchrun sends SIGTERM as soon as it sees a rank end
         time.sleep(GRACE_S)  # torchrun names the rank that ended first: let that be the other one
         return fail("failed", f"lost another rank ({error}); the first to end has the cause", 1)
     except KeyboardInterrupt:

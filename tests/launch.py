@@ -4,6 +4,7 @@ A server imports train.py once and forks; a child behaves as the command would: 
 own output files, its own signals. (pytest's own process can't fork: autograd has started there.)
 """
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -12,6 +13,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import train
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["train"])
@@ -25,6 +28,19 @@ def _child(call: Callable, argv: tuple, variables: dict, folder: Path) -> None:
         file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
     sys.exit(call(*argv))
+
+
+def struck(name: str, nth: int, number: int, argv: list[str]) -> int:
+    """train.main, which gets the signal as it calls train.NAME for the nth time."""
+    called, calls = getattr(train, name), itertools.count(1)
+
+    def strikes(*args, **kwargs):
+        if next(calls) == nth:
+            os.kill(os.getpid(), number)
+        return called(*args, **kwargs)
+
+    setattr(train, name, strikes)
+    return train.main(argv)
 
 
 class Started:
@@ -61,8 +77,8 @@ class Started:
         return (self.folder / "err").read_text()
 
 
-def two_ranks(folder: Path, call: Callable, *argv) -> None:
-    """call(*argv) on two ranks, to its end, with the variables that torchrun sets."""
+def start_two(folder: Path, call: Callable, *argv) -> list[Started]:
+    """call(*argv) on two ranks, with the variables that torchrun sets."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -70,5 +86,11 @@ def two_ranks(folder: Path, call: Callable, *argv) -> None:
     for rank in range(2):
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
         started.append(Started(folder / str(rank), call, *argv, **ranks, **place))
+    return started
+
+
+def two_ranks(folder: Path, call: Callable, *argv) -> None:
+    """As start_two, to its end."""
+    started = start_two(folder, call, *argv)
     statuses = [process.wait() for process in started]
     assert statuses == [0, 0], [process.err() for process in started]

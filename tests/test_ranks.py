@@ -10,10 +10,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from launch import two_ranks
+from launch import start_two, two_ranks
 from test_train import rollouts_of
 from torch.distributed.tensor import DTensor
 
@@ -246,6 +247,38 @@ def test_a_rank_that_dies_ends_the_job_and_is_named(started):
     assert process.returncode != 0
     assert "SIGKILL" in err and "local_rank: 1" in err.split("Root Cause")[1]
     assert "rank 0: failed: lost another rank" in err
+
+
+def engine_fails_in(what: str, argv: list[str]) -> int:
+    """train.main; on rank 1 the engine fails in a step's rollout, or in the evaluation before.
+
+    The rank that lost it gets SIGTERM as it begins to wait, as torchrun sends it.
+    """
+    called = getattr(train, what)
+
+    def fails(*args, **options):
+        if train.rank() == 1 and (what == "evaluate" or options["step"] == 1):
+            raise engine.EngineError("vLLM failed while decoding: out of blocks")
+        return called(*args, **options)
+
+    def sleep(seconds):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    setattr(train, what, fails)
+    train.time = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+    return train.main(argv)
+
+
+@pytest.mark.parametrize("what", ["rollout", "evaluate"])
+def test_an_engine_that_fails_on_one_rank_ends_the_job(what, started, tmp_path):
+    """That rank says why, the other one that it lost a rank, and neither hangs."""
+    argv = ["--out", tmp_path, "--name", "r", "--model", started / "r2/cold_start", *STEPS]
+    zero, one = start_two(tmp_path, engine_fails_in, what, [*map(str, argv), "--steps", "9"])
+    assert one.wait(90) == 1 and zero.wait(90) == 1, zero.err()
+    assert one.err() == "train.py: rank 1: failed: vLLM failed while decoding: out of blocks\n"
+    (line,) = zero.err().splitlines()
+    assert line.startswith("train.py: rank 0: failed: lost another rank")
+    assert (tmp_path / "r/log.jsonl").exists() == (what == "rollout")
 
 
 def pid_of_rank(parent: int, rank: int) -> int:
