@@ -685,8 +685,8 @@ def check_finite(name: str, value: float, update: int) -> None:
     """Raises FloatingPointError: a NaN must not reach the weights, and nothing skips it."""
     if not math.isfinite(value):
         raise FloatingPointError(
-            f"the {name} is {value} at update {update} of this optimizer: lower its learning rate; "
-            "what was saved before is intact"
+            f"the {name} is {value} at update {update + 1} of this optimizer: lower its learning"
+            " rate; what was saved before is intact"
         )
 
 
@@ -1008,8 +1008,13 @@ def read_config(folder: Path) -> Config:
     try:
         saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return Config(**saved | {"resume": str(folder)})
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, TypeError) as error:
         raise UsageError(f"{folder} is no run folder, give one like runs/toy: {error}") from error
+    except ValueError as error:
+        raise UsageError(
+            f"{folder}/config.json can't be read: put it back (it is \"config\" in a checkpoint's"
+            f" state.json), or begin anew with another --name: {error}"
+        ) from error
 
 
 def require_same(folder: Path, saved: dict, config: Config) -> None:
@@ -1151,10 +1156,26 @@ def export(folder: Path) -> Path:
 def cut_log(path: Path, step: int) -> None:
     """Leaves the lines of steps before `step`: what came after the checkpoint is done again.
 
-    Line i is step i, so a last line that was torn by a crash goes too. For the first rank.
+    A last line that was torn by a crash comes after the checkpoint too. Raises UsageError where a
+    step before it is missing, on all ranks; the first one writes. A removed log begins anew.
     """
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    write_text(path, "".join(lines[:step]))
+    if not path.exists():
+        return
+    kept, steps = [], []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            if json.loads(line)["step"] < step:
+                steps.append(json.loads(line)["step"])
+                kept.append(line + "\n")
+        except (ValueError, TypeError, KeyError):
+            break
+    if steps != list(range(min(steps, default=0), step)):
+        raise UsageError(
+            f"{path} has not every step before {step} once and in order: mend it, or remove it to"
+            " log only what comes now"
+        )
+    if rank() == 0:
+        write_text(path, "".join(kept))
 
 
 def new_folder(config: Config) -> Path:
@@ -1407,7 +1428,12 @@ def measure(name: str, folder: Path, world: World, pool, config: Config, engine)
     """Held-out success and sample designs, "before" or "after"; what is in its file stays."""
     saved = folder / f"{name}.json"
     if saved.exists():
-        rows = [Row(**row) for row in json.loads(saved.read_text(encoding="utf-8"))]
+        try:
+            rows = [Row(**row) for row in json.loads(saved.read_text(encoding="utf-8"))]
+        except (ValueError, TypeError) as error:
+            raise UsageError(
+                f"{saved} can't be read; remove it to evaluate again: {error}"
+            ) from error
         return Result(name, rows) if rows else None
     result = held_out(f"held-out tasks {name}", world, pool, config, engine)
     if result:
@@ -1444,8 +1470,7 @@ def run(config: Config, folder: Path, world: World) -> None:
         save_model(state.policy, state.tokenizer, folder / "final", config)
         after = measure("after", folder, world, pool, config, state.engine)
         points = [(0, before), (config.steps, after)] if before and after else []
-        if rank() == 0:
-            draw_curve(read_log(folder), points, folder / "curve.png")
+        draw_log(folder, points)
         if before and after:
             text = final_tables(start, state, before, after, world, pool, config)
             if rank() == 0:
@@ -1463,9 +1488,8 @@ def imitate_file(config: Config, folder: Path, examples: list[Example]) -> None:
     optimizer, step_of = imitation(policy, tokenizer, examples, config)
     state = State(policy, tokenizer, None, {"sft": optimizer})
     learn(step_of, state, config, folder, go_on(folder, state, config), config.sft_steps)
-    save_model(policy, tokenizer, folder / "final", config)
-    if rank() == 0:
-        draw_curve(read_log(folder), [], folder / "curve.png")
+    draw_log(folder, [])
+    save_model(policy, tokenizer, folder / "final", config)  # the last: by it a run is finished
     say(f"the model is in {folder / 'final'}: go on with --model {folder / 'final'}")
 
 
@@ -1473,14 +1497,17 @@ def go_on(folder: Path, state: State, config: Config) -> int:
     """Loads the last checkpoint if there is one and cuts the log to it; returns the steps done."""
     saved = checkpoints_of(folder)
     done = load_checkpoint(saved[-1], state, config) if saved else 0
-    if rank() == 0:
-        cut_log(folder / "log.jsonl", done)
+    cut_log(folder / "log.jsonl", done)
     barrier()
     return done
 
 
-def read_log(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+def draw_log(folder: Path, points: list) -> None:
+    """curve.png from the log; where there is none, as after --steps 0, there is no curve."""
+    log = folder / "log.jsonl"
+    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    if lines and rank() == 0:
+        draw_curve([json.loads(line) for line in lines], points, folder / "curve.png")
 
 
 def learn(
@@ -1501,6 +1528,8 @@ def learn(
                 if step > saved:
                     save_checkpoint(folder, step, state, config)
                 raise
+            except FloatingPointError as error:
+                raise FloatingPointError(f"step {step + 1}/{steps}: {error}") from error
             if rank() == 0:
                 with (folder / "log.jsonl").open("a", encoding="utf-8") as log:
                     log.write(json.dumps(metrics) + "\n")
@@ -1514,6 +1543,8 @@ def learn(
             if (step + 1) % config.checkpoint_every == 0 or step + 1 == steps:
                 save_checkpoint(folder, step + 1, state, config)
                 saved = step + 1
+        if any(gather([preemption.asked])):  # in the last step
+            raise Preempted
 
 
 def final_tables(

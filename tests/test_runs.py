@@ -1,6 +1,8 @@
 """Whole runs through the command: two equal ones, kills, SIGTERM, Ctrl-C, full disks, bad input."""
 
 import json
+import math
+import re
 import resource
 import shutil
 import signal
@@ -8,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import Started
+from launch import Started, struck
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 
-SMALL = ["--sft-traces", "300", "--sft-steps", "30", "--eval-tasks", "6", "--tasks-per-step", "3"]
+SMALL = ["--sft-traces", "200", "--sft-steps", "40", "--sft-batch", "16"]
+SMALL += ["--eval-tasks", "6", "--tasks-per-step", "3"]
 
 
 def command(*argv) -> None:
@@ -26,6 +29,20 @@ def start(tmp_path: Path, *argv) -> Started:
     """A run in a process of its own."""
     number = len(list(tmp_path.glob("output-*")))
     return Started(tmp_path / f"output-{number}", train.main, [*map(str, argv)])
+
+
+def strike(tmp_path: Path, name: str, nth: int, number: int, argv: list) -> Started:
+    """A run in a process of its own that gets a signal as it calls train.NAME for the nth time.
+
+    The process is at its end; that the signal came is shown by how it ended.
+    """
+    output = tmp_path / f"output-{len(list(tmp_path.glob('output-*')))}"
+    process = Started(output, struck, name, nth, number, [*map(str, argv)])
+    status = process.wait()
+    assert status == (0 if number == signal.SIGTERM else -number), process.err()
+    assert number != signal.SIGTERM or "SIGTERM: " in process.out()
+    assert "Traceback" not in process.err()
+    return process
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +92,19 @@ def assert_same_run(a: Path, b: Path) -> None:
     assert (a / "table.md").read_text() == (b / "table.md").read_text()
 
 
-def refused(capsys, *argv) -> str:
-    """The one line of a command that can't work, run in this process."""
+def stopped(capsys, status: int, *argv) -> str:
+    """The one line, but for progress, of a command that ends so; it is run in this process."""
     capsys.readouterr()  # progress of the runs before it
-    assert train.main([*map(str, argv)]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("train.py: error: ")
+    assert train.main([*map(str, argv)]) == status
+    lines = capsys.readouterr().err.strip().splitlines()
+    (line,) = [line for line in lines if not re.match(r"\d+ of \d+ ", line)]
+    assert line.startswith({1: "train.py: failed: ", 2: "train.py: error: "}[status])
     return line
+
+
+def refused(capsys, *argv) -> str:
+    """The one line of a command that can't work."""
+    return stopped(capsys, 2, *argv)
 
 
 def test_a_run_leaves_what_a_user_looks_at(straight, cold_start, capsys):
@@ -121,9 +144,53 @@ def test_kill_9_at_any_moment_and_resume_is_the_uninterrupted_run(
     assert "--lr was 0.0002, is 0.5" in refused(capsys, *argv, "--lr", "0.5")
 
 
-def test_sigterm_saves_and_exits_0_and_the_resumed_run_is_the_same(straight, flags, tmp_path):
+def test_a_cold_start_that_is_stopped_leaves_nothing_half_made(tmp_path):
+    """SIGTERM among the teacher's traces, then kill -9 in the training, then in the save."""
+    argv = ["--out", tmp_path, "--train", "sft", "--sft-traces", 40, "--sft-steps", 4]
+    command(*argv, "--name", "whole")
+    argv += ["--name", "c", "--resume", "auto"]
+    run = tmp_path / "c"
+    term = strike(tmp_path, "score", 5, signal.SIGTERM, argv)
+    assert "no step was done yet; go on with: python train.py --resume" in term.out()
+    strike(tmp_path, "sft_step", 3, signal.SIGKILL, argv)
+    assert {path.name for path in run.iterdir()} == {"config.json", "sandbox.json"}
+    strike(tmp_path, "write_json", 2, signal.SIGKILL, argv)  # the 2nd file is the folder's last one
+    assert not (run / "cold_start").exists()
+    assert (run / ".cold_start.partial/model.safetensors").exists()
+    command("--resume", run)
+    assert not list(run.glob(".*.partial"))
+    a, b = weights(run / "cold_start"), weights(tmp_path / "whole/cold_start")
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_kill_9_after_the_last_step_and_resume_is_the_uninterrupted_run(straight, tmp_path):
+    """In the save of the final model, in its evaluation, and before its tables are written."""
     run = tmp_path / "r"
-    process = start(tmp_path, "--out", tmp_path, "--name", "r", *flags)
+    shutil.copytree(straight, run)
+    shutil.rmtree(run / "final")
+    for made_at_the_end in ("after.json", "table.md", "curve.png"):
+        (run / made_at_the_end).unlink()
+    argv = ["--resume", run]
+    strike(tmp_path, "write_json", 2, signal.SIGKILL, argv)
+    assert not (run / "final").exists() and (run / ".final.partial/model.safetensors").exists()
+    strike(tmp_path, "counter", 1, signal.SIGKILL, argv)
+    assert (run / "final/run_config.json").exists() and not (run / "table.md").exists()
+    strike(tmp_path, "final_tables", 1, signal.SIGKILL, argv)
+    assert (run / "curve.png").exists() and not (run / "table.md").exists()
+    command(*argv)
+    assert_same_run(straight, run)
+    assert (run / "designs.md").read_text() == (straight / "designs.md").read_text()
+    assert not list(run.glob(".*.partial"))
+
+
+def test_sigterm_saves_and_exits_0_and_the_resumed_run_is_the_same(straight, flags, tmp_path):
+    """In the evaluation before the first step, and then in a step."""
+    run = tmp_path / "r"
+    argv = ["--out", tmp_path, "--name", "r", "--resume", "auto", *flags]
+    early = strike(tmp_path, "score", 2, signal.SIGTERM, argv)
+    assert "no step was done yet; go on with: python train.py --resume" in early.out()
+    assert {path.name for path in run.iterdir()} == {"config.json", "sandbox.json"}
+    process = start(tmp_path, *argv)
     process.signal_when(lambda: log_lines(run) >= 1, signal.SIGTERM)
     assert process.wait() == 0, process.err()
     # One step was whole, or a second one ended before the signal was looked at.
@@ -131,6 +198,80 @@ def test_sigterm_saves_and_exits_0_and_the_resumed_run_is_the_same(straight, fla
     assert "Traceback" not in process.err()
     command("--resume", run)
     assert_same_run(straight, run)
+
+
+def break_loss(patch, step: int, change) -> None:
+    """From `step` on the loss that train.py takes the gradient of is change(loss)."""
+    train_on, policy_loss, began = train.train_on, train.policy_loss, []
+
+    def counted(*args):
+        began.append(args)
+        return train_on(*args)
+
+    def changed(*args, **options):
+        loss, metrics = policy_loss(*args, **options)
+        return change(loss) if len(began) > step else loss, metrics
+
+    patch.setattr(train, "train_on", counted)
+    patch.setattr(train, "policy_loss", changed)
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_what_was_saved_is_intact(
+    straight, flags, tmp_path, capsys
+):
+    """In the last of four steps: the third one is in the log, the second in a checkpoint."""
+    run = tmp_path / "r"
+    argv = ["--out", tmp_path, "--name", "r", "--resume", "auto", *flags]
+    with pytest.MonkeyPatch.context() as patch:
+        break_loss(patch, 3, lambda loss: loss * math.nan)
+        line = stopped(capsys, 1, *argv)
+    assert "step 4/4: the loss is nan at update 2 of this optimizer" in line
+    assert [line["step"] for line in log_without_times(run)] == [0, 1, 2]
+    assert [path.name for path in run.glob("*checkpoint*")] == ["checkpoint-000002"]
+    assert not list(run.glob(".*")) and not (run / "final").exists()
+    command(*argv)
+    assert_same_run(straight, run)
+
+
+def steep(patch) -> None:
+    """In step 2 the loss is what it was, and its gradient is infinite."""
+
+    def change(loss):
+        loss.register_hook(lambda gradient: gradient * math.inf)
+        return loss
+
+    break_loss(patch, 1, change)
+
+
+def ruined(patch) -> None:
+    """After step 1 the engine gets weights that are no numbers."""
+    push_weights, pushed = train.push_weights, []
+
+    def ruin(state, config):
+        pushed.append(state)
+        with torch.no_grad():
+            state.policy.model.model.norm.weight.mul_(math.nan if len(pushed) == 2 else 1.0)
+        push_weights(state, config)
+
+    patch.setattr(train, "push_weights", ruin)
+
+
+@pytest.mark.parametrize(
+    "broken, says",
+    [
+        (steep, "step 2/2: the gradient norm is nan at update 1 of this optimizer"),
+        (ruined, "step 2/2: the model's logits are not finite"),
+    ],
+    ids=["gradient", "weights"],
+)
+def test_what_else_is_not_finite_ends_the_run_too(
+    broken, says, flags, tmp_path, monkeypatch, capsys
+):
+    broken(monkeypatch)
+    argv = ["--out", tmp_path, "--name", "r", *flags, "--steps", 2, "--eval-tasks", 0]
+    assert says in stopped(capsys, 1, *argv)
+    assert [line["step"] for line in log_without_times(tmp_path / "r")] == [0]
+    assert not list(tmp_path.glob("r/*checkpoint*")) and not (tmp_path / "r/final").exists()
 
 
 def test_a_checkpoint_is_exported_for_transformers(straight, capsys):
@@ -158,6 +299,41 @@ def test_a_broken_checkpoint_is_one_line_that_says_what_to_do(straight, tmp_path
     assert "can't be read; remove it" in refused(capsys, "--export", run / "checkpoint-000002")
 
 
+@pytest.mark.parametrize(
+    "file, text, says",
+    [
+        ("config.json", '{"preset": "to', "config.json can't be read: put it back"),
+        ("config.json", "\udcff\x00", "config.json can't be read: put it back"),
+        ("before.json", '[{"task', "before.json can't be read; remove it"),
+        ("log.jsonl", '{"step": 0}\n{"ste', "log.jsonl has not every step before 4 once"),
+        ("log.jsonl", "\udcff\x00", "mend it, or remove it"),
+        ("checkpoint-000004/state.json", '{"step": 4, "opt', "can't be read; remove it to go on"),
+    ],
+)
+def test_a_broken_file_of_a_run_is_one_line_that_says_what_to_do(
+    straight, tmp_path, capsys, file, text, says
+):
+    run = tmp_path / "r"
+    shutil.copytree(straight, run)
+    (run / "table.md").unlink()
+    (run / file).write_text(text, errors="surrogateescape")
+    assert says in refused(capsys, "--resume", run)
+    assert (run / file).read_text(errors="surrogateescape") == text  # it is the user's to mend
+
+
+def test_a_run_without_steps_and_one_whose_log_was_removed_end_without_a_curve(
+    straight, flags, tmp_path
+):
+    run = tmp_path / "r"
+    shutil.copytree(straight, run)
+    for file in ("table.md", "log.jsonl", "curve.png"):
+        (run / file).unlink()
+    command("--resume", run)
+    command("--out", tmp_path, "--name", "none", *flags, "--steps", 0)
+    for folder in (run, tmp_path / "none"):
+        assert (folder / "table.md").exists() and not (folder / "curve.png").exists()
+
+
 def test_supervised_training_on_a_file_resumes_too(cold_start, tmp_path, capsys):
     """--train sft --data: learns the traces, and 2 steps + resume + 2 are 4, bit for bit."""
     rows = [
@@ -179,6 +355,7 @@ def test_supervised_training_on_a_file_resumes_too(cold_start, tmp_path, capsys)
     auto = [*argv, "--name", "b", "--resume", "auto"]
     killed = start(tmp_path, *auto)
     killed.signal_when(lambda: log_lines(tmp_path / "b") >= 4, signal.SIGKILL).wait()
+    strike(tmp_path, "draw_curve", 1, signal.SIGKILL, auto)  # with "final" it would be finished
     command(*auto)
     a, b = weights(tmp_path / "a/final"), weights(tmp_path / "b/final")
     assert all(torch.equal(a[name], b[name]) for name in a)

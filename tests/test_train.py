@@ -223,6 +223,52 @@ def test_no_reward_for_long_is_said(monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out.count("no reward in 10 steps") == 1
 
 
+def test_sigterm_in_the_last_step_is_not_forgotten(monkeypatch, tmp_path):
+    """What comes after the steps takes long on a full run: the machine is wanted back before it."""
+    saved = []
+    line = {"role": "sft", "loss": 0.0, "lr": 0.0, "grad_norm": 0.0, "seconds/step": 0.0}
+
+    def step(step, first):
+        monkeypatch.setattr(train.preemption, "asked", step == 1)
+        return line | {"step": step}
+
+    monkeypatch.setattr(train, "save_checkpoint", lambda folder, done, *rest: saved.append(done))
+    with pytest.raises(train.Preempted):
+        train.learn(step, None, config(), tmp_path, 0, 2)
+    assert saved == [2]
+
+
+@pytest.mark.parametrize(
+    "log, step, left",
+    [
+        ("0 1 2", 2, "0 1"),
+        ("0 1 2 torn", 3, "0 1 2"),
+        ("2 3 4", 4, "2 3"),  # the file was removed before
+        ("0 1", 0, ""),
+        ("torn", 0, ""),
+        ("", 2, None),
+        ("0 torn", 2, None),
+        ("0 2", 3, None),
+        ("0 0 1", 2, None),
+        ("0 1 torn 2", 3, None),
+        ("3 4", 3, None),
+    ],
+)
+def test_a_resumed_log_has_every_step_once_or_is_refused(log, step, left, tmp_path):
+    lines = {word: f'{{"step": {word}}}\n' for word in "0 1 2 3 4".split()}
+    lines["torn"] = '{"step": '
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(lines[word] for word in log.split()))
+    before = path.read_text()
+    if left is None:
+        with pytest.raises(train.UsageError, match=f"every step before {step} once"):
+            train.cut_log(path, step)
+        assert path.read_text() == before
+    else:
+        train.cut_log(path, step)
+        assert path.read_text() == "".join(lines[word] for word in left.split())
+
+
 # --- stages
 
 
