@@ -504,6 +504,11 @@ def barrier() -> None:
     gather([])
 
 
+def exists(path: Path) -> bool:
+    """The same answer on all ranks, also where a network's file system lags."""
+    return all(gather([path.exists()]))
+
+
 def sum_over_ranks(values: list[float]) -> list[float]:
     return [sum(column) for column in zip(*gather([values]), strict=True)]
 
@@ -1383,7 +1388,7 @@ def start_folder(config: Config, folder: Path, world: World, pool) -> Path:
     if config.model:
         return find_model(config.model)
     start = folder / "cold_start"
-    if not start.exists():
+    if not exists(start):
         examples = teacher_traces(config, world, pool)
         if not examples:
             raise UsageError("the teacher left no correct trace: give more --sft-traces")
@@ -1427,7 +1432,7 @@ def held_out(
 def measure(name: str, folder: Path, world: World, pool, config: Config, engine) -> Result | None:
     """Held-out success and sample designs, "before" or "after"; what is in its file stays."""
     saved = folder / f"{name}.json"
-    if saved.exists():
+    if exists(saved):
         try:
             rows = [Row(**row) for row in json.loads(saved.read_text(encoding="utf-8"))]
         except (ValueError, TypeError) as error:
@@ -1606,7 +1611,9 @@ def find_run(config: Config) -> tuple[Config, Path | None]:
 
 
 def finished(folder: Path, config: Config) -> bool:
-    made = "final" if config.train == "sft" and config.data else "table.md"
+    made = "table.md" if config.eval_tasks else "after.json"  # each the last of its run
+    if config.train == "sft" and config.data:
+        made = "final"
     return (folder / made).exists()
 
 

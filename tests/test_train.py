@@ -514,3 +514,21 @@ def test_memory_and_lost_ranks_are_not_blamed_on_the_file(tmp_path):
         with train.whole(tmp_path / "folder"):
             raise RuntimeError("unexpected pos 704")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "settings, last",
+    [
+        ({}, "table.md"),
+        ({"eval_tasks": 0}, "after.json"),
+        ({"train": "sft", "data": "traces.jsonl"}, "final"),
+    ],
+)
+def test_a_run_is_finished_by_the_last_thing_that_it_writes(settings, last, tmp_path):
+    config_ = config(**settings)
+    for name in ("final", "after.json", "table.md"):
+        if name != last:
+            (tmp_path / name).touch()
+    assert not train.finished(tmp_path, config_)
+    (tmp_path / last).touch()
+    assert train.finished(tmp_path, config_)
