@@ -45,6 +45,23 @@ What the executor's advantage does not cure:
 - The loss is a mean over tokens (grpo.py), so an execution with 4 calls of 100 tokens still weighs
   4 times as much as one with a single call of 100 tokens. Only the baseline is per execution.
 
+How many designs, how many executions. Vd is the variance of design values within a task, Vn that of
+the executions of one design. A design's mean reward has the variance Vd + Vn / N, of which Vd is
+worth learning from, so the squared signal-to-noise ratio of the designer's gradient is about
+
+    M * Vd / (Vd + Vn / N)
+
+    >>> def snr(m, n, vd, vn): return m * vd / (vd + vn / n)
+    >>> [round(snr(*shape, vd=1, vn=1), 2) for shape in ((16, 1), (8, 1), (4, 4))]
+    [8.0, 4.0, 3.2]
+    >>> [round(snr(*shape, vd=1, vn=9), 2) for shape in ((16, 1), (8, 1), (4, 4))]
+    [1.6, 0.8, 1.23]
+
+At equal executions 16 x 1 is never worse for the designer than 4 x 4. Against 8 x 1, half of the
+executions, 4 x 4 is better where Vn > 2 Vd. But a design costs too: if c_d, and an execution c_e,
+the best N is sqrt((c_d / c_e) * (Vn / Vd)). The paper compares 4 x 4 with 8 x 1; `--n-designs` and
+`--n-executions` are the controls. The executor's group has M * N members in each case.
+
 Differences from the usual code, each for a reported fault:
 - A group is constant when max - min < 1e-6, or when it has fewer than two members. Then all its
   advantages are exactly 0, and only then are they all 0: that is how to count constant groups.

@@ -13,7 +13,7 @@ from advantage import designer_advantages, executor_advantages
 
 def test_docstring_numbers():
     results = doctest.testmod(advantage)
-    assert results.attempted >= 8 and results.failed == 0
+    assert results.attempted >= 11 and results.failed == 0
 
 
 def test_designer_by_hand():
@@ -217,3 +217,23 @@ def test_wrong_shapes_raise():
         executor_advantages(np.zeros((2, 3)), np.ones((3, 2)))
     with pytest.raises(ValueError, match="ran has shape"):
         executor_advantages(np.zeros((2, 3)), np.ones(3))
+
+
+@pytest.mark.parametrize("shape, vd, vn", [((16, 1), 1, 9), ((4, 4), 1, 9), ((8, 1), 4, 1)])
+def test_the_signal_to_noise_of_the_designers_gradient(shape, vd, vn):
+    """The header's formula against a simulated gradient with one direction.
+
+    Every design has a score s (the gradient of its log-probability) that knows little of its value
+    v: s = rho v / sqrt(Vd) + noise. The gradient is the mean of advantage * s over M designs; its
+    mean over its standard deviation, squared, is rho**2 times the formula. The centring costs a
+    factor (M - 1) / M, and the formula is for small rho.
+    """
+    (m, n), rho, tasks = shape, 0.1, 200_000
+    rng = np.random.default_rng(0)
+    v = rng.normal(0, np.sqrt(vd), (tasks, m, 1))
+    rewards = v + rng.normal(0, np.sqrt(vn), (tasks, m, n))
+    score = rho * v[..., 0] / np.sqrt(vd) + rng.normal(0, np.sqrt(1 - rho**2), (tasks, m))
+    gradient = (designer_advantages(rewards, normalize_std=False) * score).mean(axis=-1)
+    measured = (gradient.mean() / gradient.std()) ** 2
+    expected = rho**2 * (m - 1) * vd / (vd + vn / n)
+    assert measured == pytest.approx(expected, rel=0.15)
