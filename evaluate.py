@@ -76,6 +76,8 @@ programs to pass all of its tests, each within the very limits that a reward has
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import functools
 import hashlib
 import json
@@ -519,7 +521,8 @@ def vote_limits(
     lacking = [place for place in wanted if place not in limits]
     if lacking:
         raise UsageError(f"a vote needs a budget: no row of task {lacking[0][0]!r} was given")
-    if unit == "tokens" and not any(row.tokens for row in budgets):
+    called = [row for row in budgets if row.calls]
+    if unit == "tokens" and called and not any(row.tokens for row in called):
         raise UsageError("vote:tokens needs an engine that counts tokens: take vote:calls")
     return {place: limits[place] for place in wanted}
 
@@ -589,38 +592,37 @@ def _vote(tasks, places, *, unit, limits, script, play, score, count, on_rows) -
         calls = [call for ran in ballot.replies for call in ran.calls]
         return make_row(tasks[t], k, winner, "single", calls, ballot.seconds)
 
-    with ThreadPoolExecutor() as threads:
-        while len(rows) < len(ballots):
-            asked = [
-                (place, len(ballot.replies) + i)
-                for place, ballot in ballots.items()
-                if not ballot.closed
-                for i in range(ballot.more())
-            ]
-            watch = _Stopwatch()
-            rolled = play(
-                [tasks[t] for (t, _), _ in asked],
-                score=lambda task, answer: 0.0,  # only the winner is scored
-                scripts=[script],
-                n_executions=1,
-                step=VOTE_STEP,
-                # Task 12, sample 3, reply 7 has the place 12003000007.
-                places=[places[t] * 10**9 + k * 10**6 + i for (t, k), i in asked],
-                on_event=watch,
-            )
-            slowest: dict[tuple[int, int], float] = {}
-            for number, ((place, _), each) in enumerate(zip(asked, rolled, strict=True)):
-                ballots[place].add(each.designs[0].executions[0])
-                slowest[place] = max(slowest.get(place, 0.0), watch.seconds(number, 0, 0))
-            for place, seconds in slowest.items():
-                ballots[place].seconds += seconds
-            elected = [place for place in slowest if ballots[place].closed]
-            for place, row in zip(elected, threads.map(elect, elected), strict=True):
-                rows[place] = row
-                count(1)
-                its_rows = [rows.get((place[0], k)) for k in range(samples)]
-                if None not in its_rows:
-                    on_rows(its_rows)
+    while len(rows) < len(ballots):
+        asked = [
+            (place, len(ballot.replies) + i)
+            for place, ballot in ballots.items()
+            if not ballot.closed
+            for i in range(ballot.more())
+        ]
+        watch = _Stopwatch()
+        rolled = play(
+            [tasks[t] for (t, _), _ in asked],
+            score=lambda task, answer: 0.0,  # only the winner is scored
+            scripts=[script],
+            n_executions=1,
+            step=VOTE_STEP,
+            # Task 12, sample 3, reply 7 has the place 12003000007.
+            places=[places[t] * 10**9 + k * 10**6 + i for (t, k), i in asked],
+            on_event=watch,
+        )
+        slowest: dict[tuple[int, int], float] = {}
+        for number, ((place, _), each) in enumerate(zip(asked, rolled, strict=True)):
+            ballots[place].add(each.designs[0].executions[0])
+            slowest[place] = max(slowest.get(place, 0.0), watch.seconds(number, 0, 0))
+        for place, seconds in slowest.items():
+            ballots[place].seconds += seconds
+        closed = [(place,) for place in slowest if ballots[place].closed]
+        for place, row in _in_order(closed, elect):
+            rows[place] = row
+            count(1)
+            its_rows = [rows.get((place[0], k)) for k in range(samples)]
+            if None not in its_rows:
+                on_rows(its_rows)
     return [rows[place] for place in ballots]
 
 
@@ -1175,7 +1177,8 @@ class Partial:
     """The rows of an evaluation as they come, one JSON line a task, so that it can go on.
 
     path: None keeps them in memory only. request: what was asked, as JSON; a file of another
-    request is refused with a UsageError. Used with `with`: the file is removed at a good end.
+    request, or one that another process writes, is refused with a UsageError. Used with `with`: a
+    good end removes the file, and so does one without rows.
     """
 
     def __init__(self, path: Path | None, request: dict):
@@ -1185,24 +1188,25 @@ class Partial:
         self._file = None
 
     def __enter__(self) -> Partial:
-        if self.path is None:
-            return self
-        whole = self._read() if self.path.exists() else 0
-        self._file = self.path.open("a", encoding="utf-8")
-        self._file.truncate(whole)  # a line that a kill has cut
-        if not whole:
-            self._write({"request": self.request})
+        if self.path:
+            self._file = self.path.open("a+b")
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UsageError(f"another process writes to {self.path}: wait for it") from error
+            self._read()
         return self
 
-    def _read(self) -> int:
-        """Takes the lines that are whole; returns their bytes."""
-        data = self.path.read_bytes()
-        data = data[: data.rfind(b"\n") + 1]
+    def _read(self) -> None:
+        """Takes the lines that are whole; begins a new file with the request."""
+        self._file.seek(0)
+        data = self._file.read()
+        whole = data.rfind(b"\n") + 1
         try:
-            first, *lines = [json.loads(line) for line in data.splitlines()] or [None]
-            there = first["request"] if first else self.request
+            lines = [json.loads(line) for line in data[:whole].splitlines()]
+            there = dict(lines[0]["request"]) if lines else self.request
             batches = [
-                (x["system"], x["seconds"], [Row(**row) for row in x["rows"]]) for x in lines
+                (x["system"], x["seconds"], [Row(**row) for row in x["rows"]]) for x in lines[1:]
             ]
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{self.path} is no file of this program: remove it") from error
@@ -1212,12 +1216,14 @@ class Partial:
                 f"{self.path} is of an evaluation with other {', '.join(other)}: remove it to start"
                 " anew, or give another --out"
             )
+        self._file.truncate(whole)  # a line that a kill or a full disk has cut
+        if not whole:
+            self._write({"request": self.request})
         for system, seconds, rows in batches:
             self._keep(system, seconds, rows)
-        return len(data)
 
     def _write(self, line: dict) -> None:
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
 
     def _keep(self, system: str, seconds: float, rows: list[Row]) -> None:
@@ -1226,38 +1232,42 @@ class Partial:
 
     def add(self, system: str, seconds: float, rows: list[Row]) -> None:
         """Keeps the rows of one task, which took so long since the last ones."""
-        self._keep(system, seconds, rows)
         if self._file:
-            rows = [asdict(row) for row in rows]
-            self._write({"system": system, "seconds": seconds, "rows": rows})
+            its_rows = [asdict(row) for row in rows]
+            self._write({"system": system, "seconds": seconds, "rows": its_rows})
+        self._keep(system, seconds, rows)
 
     def __exit__(self, kind, error, trace) -> None:
+        n = sum(map(len, self.rows.values()))
+        if self.path and (kind is None or not n):
+            self.path.unlink(missing_ok=True)  # while it is locked, so that it is nobody else's
+        elif n and self.path:
+            print(
+                f"\n{n} samples are kept in {self.path}: the same command goes on", file=sys.stderr
+            )
+        elif n and kind:
+            print("\nno row is kept: with --out FILE the same command would go on", file=sys.stderr)
         if self._file:
-            self._file.close()
-        if kind is None and self.path:
-            self.path.unlink()
-        elif kind is not None:
-            kept = "no row is kept: with --out FILE the same command would go on"
-            if self.path:
-                n = sum(map(len, self.rows.values()))
-                kept = f"{n} samples are kept in {self.path}: the same command goes on"
-            print(f"\n{kept}", file=sys.stderr)
+            with contextlib.suppress(OSError):  # of a full disk, which the last line has met before
+                self._file.close()
 
 
-def read_report(path: str, tasks_digest: str) -> dict[str, Result]:
+def read_report(path: str, tasks: Sequence[Task]) -> dict[str, Result]:
     """The systems of an earlier report, under names that say where they are from."""
+    names = [each.name for each in fields(Row)]
+    results: dict[str, Result] = {}
     try:
         report = json.loads(Path(path).read_text(encoding="utf-8"))
-        rows, theirs = report["rows"], report["tasks_digest"]
-        known = {each.name for each in fields(Row)}
-        results: dict[str, Result] = {}
-        for row in rows:
-            name = f"{row['system']} of {Path(path).stem}"
-            row = Row(**{key: value for key, value in row.items() if key in known})
-            results.setdefault(name, Result(name)).rows.append(row)
+        theirs = report["tasks_digest"]
+        for each in report["rows"]:
+            system = f"{each['system']} of {Path(path).with_suffix('')}"
+            row = Row(**{name: each[name] for name in names})
+            row.reward = float(row.reward)
+            results.setdefault(system, Result(system)).rows.append(row)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"--compare {path}: give a report that --out wrote ({error!r})") from error
-    if theirs != tasks_digest:
+    wanted = {task.id for task in tasks}
+    if theirs != digest(tasks) or any(x.by_task().keys() != wanted for x in results.values()):
         raise UsageError(
             f"--compare {path} is of other tasks: give the same --data, --n-tasks and --seed"
         )
@@ -1307,8 +1317,8 @@ def run(args: argparse.Namespace) -> None:
     configure(settings["isolation"])
     tasks, dropped = read_tasks(args, settings["seed"])
     earlier: dict[str, Result] = {}
-    for path in filter(None, args.compare.split(",")):
-        earlier |= read_report(path, digest(tasks))
+    for path in data_names(args.compare):
+        earlier |= read_report(path, tasks)
     device = device_of(args)
     kind = choose_engine(args.engine, device)
     print(f"{len(tasks)} tasks, {kind} engine on {device}", file=sys.stderr)

@@ -4,10 +4,12 @@ A FakePool plays the scripts by their structure, so that these tests need no san
 run the command on a tiny random model, with the real one.
 """
 
+import dataclasses
 import doctest
 import itertools
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -648,8 +650,27 @@ def test_only_the_winner_of_a_vote_is_scored_and_a_failed_one_has_none():
         ("context_overflow", 0.0, 0)
     }
     assert scored == []
+    nothing = [make_row(task.id, calls=0, tokens=0) for task in TASKS]  # the designs' own rows
+    options |= {"system": "vote:tokens", "budgets": nothing}
+    result = evaluate(TASKS, Full(box), FakePool(), grade, **options)
+    assert {(row.status, row.calls) for row in result.rows} == {("context_overflow", 0)}
+    assert scored == []
+    options |= {"system": "vote:calls", "budgets": budgets}
     evaluate(TASKS, Lengths(box), FakePool(), grade, **options)
     assert len(scored) == 3
+
+
+def test_ctrl_c_ends_a_vote_of_programs_at_once(best_isolation):
+    """Each program sleeps to its limit of 15 s, on 8 inputs: nobody waits for that."""
+    tests = DOUBLE | {"inputs": ["1\n"] * 8, "outputs": ["1"] * 8}
+    tasks = [question(kind="code", tests=tests)]
+    engine = engine_of(None, lambda text, seed: "```python\nimport time\ntime.sleep(60)\n```")
+    timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT))
+    began, threads = time.monotonic(), threading.active_count()
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, tasks, system="vote:calls", budgets=[make_row("q", calls=3)])
+    assert time.monotonic() - began < 60 and threading.active_count() <= threads
 
 
 def test_a_vote_by_tokens_needs_an_engine_that_counts_them():
@@ -708,6 +729,8 @@ def test_the_file_of_another_evaluation_is_refused_and_left(tmp_path):
         (json.dumps({"request": {"samples": 2, "model": "m"}}) + "\n", "with other samples: rem"),
         ("# notes\n", "no file of this program"),
         ("[1]\n", "no file of this program"),
+        ("{}\n", "no file of this program"),
+        ('{"request": [1]}\n', "no file of this program"),
         (json.dumps({"request": {"samples": 1}}) + '\n{"system": "x"}\n', "no file of this pr"),
     ]
     for text, says in cases:
@@ -715,6 +738,55 @@ def test_the_file_of_another_evaluation_is_refused_and_left(tmp_path):
         with pytest.raises(UsageError, match=says), Partial(path, {"samples": 1}):
             pass
         assert path.read_text() == text
+
+
+def test_a_full_disk_keeps_the_lines_that_are_whole(tmp_path, capsys):
+    """The limit on the size of a file, which fails as a full disk does: in the middle of a line."""
+    path, request = tmp_path / "out.partial.jsonl", {"samples": 1}
+    size, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(OSError, match="File too large"), Partial(path, request) as partial:
+            partial.add("single", 1.0, [make_row("a")])
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 50, hard))
+            partial.add("single", 1.0, [make_row("b")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    assert "\n1 samples are kept in" in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt), Partial(path, request) as partial:
+        assert partial.rows == {"single": [make_row("a")]}
+        partial.add("single", 1.0, [make_row("b")])
+        raise KeyboardInterrupt
+    with Partial(path, request) as partial:
+        assert [row.task for row in partial.rows["single"]] == ["a", "b"]
+
+
+def test_no_rows_leave_no_file_and_nothing_to_say(tmp_path, capsys):
+    path = tmp_path / "out.partial.jsonl"
+    for each in (path, None):
+        with pytest.raises(ModelError), Partial(each, {}):
+            raise ModelError("no weights")
+    assert not path.exists() and capsys.readouterr().err == ""
+    with pytest.raises(ModelError), Partial(None, {}) as partial:
+        partial.add("single", 1.0, [make_row("a")])
+        raise ModelError("no weights")
+    assert "no row is kept: with --out FILE" in capsys.readouterr().err
+
+
+def test_two_processes_do_not_write_one_file(tmp_path):
+    path = tmp_path / "out.partial.jsonl"
+    held = f"import fcntl; f = open({str(path)!r}, 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(1)"
+    other = subprocess.Popen(
+        [sys.executable, "-u", "-c", f"{held}; input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with other:
+        other.stdout.readline()
+        with pytest.raises(UsageError, match="another process writes to"), Partial(path, {}):
+            pass
+        other.communicate(b"\n")
+    with Partial(path, {}):
+        assert path.exists()
 
 
 # --- HumanEval and golds -----------------------------------------------------------------------
@@ -1159,16 +1231,37 @@ def test_two_reports_on_the_same_tasks_are_compared(tiny, tmp_path, capsys):
     first.write_text(json.dumps(report))
     assert main([*flags, str(second), "--compare", str(first)]) == 0
     said = capsys.readouterr()
-    assert "| single - single of before | rows   | -1.000 | -1.000 to -1.000 |" in said.out
+    row = f"single - single of {tmp_path}/before,rows,-1.000,-1.000 to -1.000"
+    assert row.split(",") in cells(said.out)
     assert [d["mean"] for d in json.loads(second.read_text())["differences"]] == [-1.0]
     assert len(json.loads(second.read_text())["rows"]) == 2
     one = [*flags, str(second), "--compare", str(first), "--n-tasks", "1"]
     assert main(one) == 2
     assert "is of other tasks" in capsys.readouterr().err
-    for text in ("{}", "no json", '{"rows": 1, "tasks_digest": ""}'):
-        first.write_text(text)
-        with pytest.raises(UsageError, match="give a report that --out wrote"):
-            read_report(str(first), "")
+    there = report | {"tasks_digest": module.digest([])}
+    cases = [(text, "give a report that --out wrote") for text in ("{}", "[1]", "no json")]
+    cases += [
+        (there | {"rows": 1}, "give a report that --out wrote"),
+        (there | {"rows": [report["rows"][0] | {"reward": None}]}, "give a report that --out"),
+        (there | {"rows": [{"system": "single", "task": "a"}]}, "give a report that --out wrote"),
+        (there, "is of other tasks"),  # the digest is right, its rows are not
+    ]
+    for damaged, says in cases:
+        first.write_text(damaged if isinstance(damaged, str) else json.dumps(damaged))
+        with pytest.raises(UsageError, match=says):
+            read_report(str(first), [])
+
+
+def test_reports_of_one_name_in_two_folders_are_two(tmp_path):
+    task = make_task("s1", "sum")
+    reports = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        reports.append(tmp_path / name / "out.json")
+        rows = [{"system": "single", "later": 1, **dataclasses.asdict(make_row(task.id))}]
+        write_json(reports[-1], {"rows": rows, "tasks_digest": module.digest([task])})
+    found = [name for path in reports for name in read_report(str(path), [task])]
+    assert found == [f"single of {tmp_path}/{name}/out" for name in ("a", "b")]
 
 
 def test_data_names_may_be_a_file_with_a_comma(tmp_path):
