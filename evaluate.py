@@ -109,15 +109,7 @@ from data import (
     load_evaluation,
     read_prompt,
 )
-from engine import (
-    EngineError,
-    ModelError,
-    check_folder,
-    choose_engine,
-    find_model,
-    open_engine,
-    vllm_missing,
-)
+from engine import EngineError, ModelError, choose_engine, find_model, open_engine, vllm_missing
 from execute import Execution, Rollout, rollout
 from reward import (
     code_reward,
@@ -213,9 +205,9 @@ class Result:
         """Mean reward: over a task's samples, then over tasks. ValueError without rows."""
         return float(_task_means(self.by_task().values()).mean())
 
-    def interval(self, *, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
+    def interval(self) -> tuple[float, float]:
         """The bootstrap interval of the mean."""
-        return bootstrap_interval(self.by_task().values(), level=level, seed=seed)
+        return bootstrap_interval(self.by_task().values())
 
 
 def _task_means(values: Iterable[Sequence[float]]) -> np.ndarray:
@@ -226,11 +218,7 @@ def _task_means(values: Iterable[Sequence[float]]) -> np.ndarray:
 
 
 def bootstrap_interval(
-    values: Iterable[Sequence[float]],
-    *,
-    level: float = 0.95,
-    draws: int = 4000,
-    seed: int = 0,
+    values: Iterable[Sequence[float]], *, level: float = 0.95, draws: int = 4000, seed: int = 0
 ) -> tuple[float, float]:
     """(low, high): the percentile bootstrap interval of the mean over tasks.
 
@@ -276,19 +264,12 @@ def passes(result: Result) -> dict[str, float]:
     """pass@k, the mean over tasks, for k = 1, 2, 4, ... and the number of samples."""
     tasks = result.by_task().values()
     samples = min(map(len, tasks))
-    ks = sorted({2**i for i in range(samples.bit_length()) if 2**i <= samples} | {samples})
+    ks = sorted({2**i for i in range(samples.bit_length())} | {samples})
     return {str(k): float(np.mean([pass_at_k(rewards, k) for rewards in tasks])) for k in ks}
 
 
-def structure_shares(result: Result) -> dict[str, dict[str, float]]:
-    """Source -> {structure: its share of the valid designs}, the most frequent first.
-
-    {} for a source without a valid design; the status invalid_design counts those that are not.
-    """
-    return {source: _shares(part.rows) for source, part in result.by_source().items()}
-
-
-def _shares(rows: Sequence[Row]) -> dict[str, float]:
+def structure_shares(rows: Sequence[Row]) -> dict[str, float]:
+    """{structure: its share of the valid designs}, the most frequent first; {} without any."""
     counts = Counter(row.structure for row in rows if row.structure)
     return {name: n / counts.total() for name, n in counts.most_common()}
 
@@ -415,22 +396,25 @@ def evaluate(
     play = functools.partial(
         rollout, engine=engine, pool=pool, executor_engine=executor_engine, **options
     )
-    # What the ways to try a task share.
-    shared = {"play": play, "score": score, "count": count, "on_rows": on_rows or (lambda rows: 0)}
+    on_rows = on_rows or (lambda rows: None)
     size = max(1, batch // samples)
     if system in VOTES:
         unit = system.removeprefix("vote:")
         limits = vote_limits(tasks, samples, budgets, unit)
         replies = sum(row.calls for row in budgets) / len(budgets)
         size = max(1, int(size / max(1, replies)))
-        way = functools.partial(_vote, unit=unit, limits=limits, script=scripts["single"], **shared)
+        way = functools.partial(
+            _vote, samples=samples, unit=unit, limits=limits, script=scripts["single"]
+        )
+    elif forced:
+        way = functools.partial(_try, scripts=[scripts[forced]], n_executions=samples)
     else:
-        plan = {"n_designs": samples, "n_executions": 1}
-        if forced is not None:
-            plan = {"scripts": [scripts[forced]], "n_executions": samples}
-        way = functools.partial(_try, plan=plan, **shared)
+        way = functools.partial(_try, n_designs=samples, n_executions=1)
     for start in range(0, len(tasks), size):
-        result.rows += way(tasks[start : start + size], places[start : start + size])
+        part = slice(start, start + size)
+        result.rows += way(
+            tasks[part], places[part], play=play, score=score, count=count, on_rows=on_rows
+        )
         if on_progress:
             on_progress(done, total, result)
     return result
@@ -445,25 +429,19 @@ class _Stopwatch:
     def __init__(self, count: Callable[[int], None] = lambda n: None, n_executions: int = 1):
         self.count, self.n_executions = count, n_executions  # count(samples that are done)
         self.began: dict[tuple, float] = {}
-        self.ended: dict[tuple, float] = {}
+        self.seconds: Counter[tuple] = Counter()  # of (task, design, execution); 0 without a call
 
     def __call__(self, event: dict) -> None:
         place, now = (event["task"], event["design"], max(0, event["execution"])), time.monotonic()
+        invalid = event["event"] == "design" and event["error"] is not None
         if event["event"] == "call_started":
             self.began.setdefault(place, now)
-        elif event["event"] == "design" and event["error"] is not None:
-            self.ended[place] = now
-            self.count(self.n_executions)
-        elif event["event"] == "answer":
-            self.ended[place] = now
-            self.count(1)
-
-    def seconds(self, *place: int) -> float:
-        """Of (task, design, execution); 0 if it made no call."""
-        return self.ended[place] - self.began[place] if place in self.began else 0.0
+        elif invalid or event["event"] == "answer":
+            self.seconds[place] = now - self.began.get(place, now)
+            self.count(self.n_executions if invalid else 1)
 
 
-def _try(tasks, places, *, plan: dict, play, score, count, on_rows) -> list[Row]:
+def _try(tasks, places, *, play, score, count, on_rows, **plan) -> list[Row]:
     """One batch of a system that is no vote."""
     watch = _Stopwatch(count, plan["n_executions"])
     rows: list[list[Row]] = [[] for _ in tasks]
@@ -472,12 +450,12 @@ def _try(tasks, places, *, plan: dict, play, score, count, on_rows) -> list[Row]
         for m, drawn in enumerate(rolled.designs):
             for n, ran in enumerate(drawn.executions):
                 calls = ran.calls + ([drawn.call] if drawn.call else [])
-                place, seconds = len(rows[t]), watch.seconds(t, m, n)
-                rows[t].append(make_row(rolled.task, place, ran, drawn.structure, calls, seconds))
+                sample, seconds = len(rows[t]), watch.seconds[t, m, n]
+                rows[t].append(make_row(rolled.task, sample, ran, drawn.structure, calls, seconds))
         on_rows(rows[t])
 
-    options = {"step": EVALUATION_STEP, "on_event": watch, "on_task": keep}
-    play(tasks, score=score, places=places, **plan, **options)
+    plan |= {"step": EVALUATION_STEP, "on_event": watch, "on_task": keep}
+    play(tasks, score=score, places=places, **plan)
     return [row for each in rows for row in each]
 
 
@@ -517,14 +495,12 @@ def vote_limits(
 ) -> dict[tuple[str, int], int]:
     """(task id, sample) -> the calls or tokens a vote may spend. UsageError where one lacks."""
     limits = {(row.task, row.sample): getattr(row, unit) for row in budgets}
-    wanted = [(task.id, k) for task in tasks for k in range(samples)]
-    lacking = [place for place in wanted if place not in limits]
-    if lacking:
-        raise UsageError(f"a vote needs a budget: no row of task {lacking[0][0]!r} was given")
-    called = [row for row in budgets if row.calls]
-    if unit == "tokens" and called and not any(row.tokens for row in called):
+    for place in ((task.id, k) for task in tasks for k in range(samples)):
+        if place not in limits:
+            raise UsageError(f"a vote needs a budget: no row of task {place[0]!r} was given")
+    if unit == "tokens" and any(row.calls for row in budgets) and not any(limits.values()):
         raise UsageError("vote:tokens needs an engine that counts tokens: take vote:calls")
-    return {place: limits[place] for place in wanted}
+    return limits
 
 
 def behaviour(program: str, tests: dict) -> list:
@@ -563,20 +539,19 @@ def majority(task, replies: Sequence[str]) -> int:
         same = list.__eq__
     groups: list[list[int]] = []
     for i, answer in enumerate(answers):
-        if not answer:
-            continue
-        for group in groups:
-            if same(answer, answers[group[0]]):
-                group.append(i)
-                break
-        else:
-            groups.append([i])
+        if answer:
+            alike = (group for group in groups if same(answer, answers[group[0]]))
+            group = next(alike, None)
+            if group is None:
+                groups.append(group := [])
+            group.append(i)
     return max(groups, key=len)[0] if groups else 0  # max: the first of the largest
 
 
-def _vote(tasks, places, *, unit, limits, script, play, score, count, on_rows) -> list[Row]:
+def _vote(
+    tasks, places, *, samples, unit, limits, script, play, score, count, on_rows
+) -> list[Row]:
     """One batch of a vote. In rounds: every open ballot gets the replies that still fit."""
-    samples = 1 + max(k for _, k in limits)
     ballots = {
         (t, k): _Ballot(limits[task.id, k], unit)
         for t, task in enumerate(tasks)
@@ -613,7 +588,7 @@ def _vote(tasks, places, *, unit, limits, script, play, score, count, on_rows) -
         slowest: dict[tuple[int, int], float] = {}
         for number, ((place, _), each) in enumerate(zip(asked, rolled, strict=True)):
             ballots[place].add(each.designs[0].executions[0])
-            slowest[place] = max(slowest.get(place, 0.0), watch.seconds(number, 0, 0))
+            slowest[place] = max(slowest.get(place, 0.0), watch.seconds[number, 0, 0])
         for place, seconds in slowest.items():
             ballots[place].seconds += seconds
         closed = [(place,) for place in slowest if ballots[place].closed]
@@ -792,7 +767,7 @@ def describe(result: Result) -> dict:
         "high": high,
         "pass_at": passes(result),
         **prices,
-        "structures": _shares(result.rows),
+        "structures": structure_shares(result.rows),
         "statuses": dict(Counter(row.status for row in result.rows).most_common()),
     }
 
@@ -838,8 +813,8 @@ def differences_of(results: dict[str, Result]) -> list[dict]:
         theirs = parts_of(result)
         for source, part in parts_of(first).items():
             mean, low, high = paired_difference(part, theirs[source])
-            figures = {"mean": mean, "low": low, "high": high}
-            differences.append({"of": name, "minus": other, "source": source, **figures})
+            names = {"of": name, "minus": other, "source": source}
+            differences.append({**names, "mean": mean, "low": low, "high": high})
     return differences
 
 
@@ -869,11 +844,9 @@ def draw_curve(log: list[dict], points: list[tuple[int, Result]], path: Path) ->
     def draw(axes, name: str, style: str = "-", **options) -> None:
         missing = 0.0 if name.startswith("structure/") else None  # a share, or a kind not asked
         known = [(x, line.get(name, missing)) for x, line in zip(steps, log, strict=True)]
-        known = [(x, value) for x, value in known if value is not None]
-        values = [value for _, value in known]
-        recent = [values[max(0, i - 4) : i + 1] for i in range(len(values))]
-        means = [sum(part) / len(part) for part in recent]
-        axes.plot([x for x, _ in known], means, style, **options)
+        known = np.array([point for point in known if point[1] is not None]).reshape(-1, 2)
+        means = [known[max(0, i - 4) : i + 1, 1].mean() for i in range(len(known))]
+        axes.plot(known[:, 0], means, style, **options)
 
     for line in log:
         if line["role"] == "designer":
@@ -921,7 +894,10 @@ def success_table(results: dict[str, Result]) -> str:
 
 def shares_table(results: dict[str, Result]) -> str:
     """Structure shares of the valid designs by kind of task."""
-    shares = {name: structure_shares(result) for name, result in results.items()}
+    shares = {
+        name: {source: structure_shares(part.rows) for source, part in result.by_source().items()}
+        for name, result in results.items()
+    }
     sources = list(next(iter(shares.values())))
     structures = sorted({s for each in shares.values() for part in each.values() for s in part})
     rows = [
@@ -984,7 +960,6 @@ def build_parser() -> argparse.ArgumentParser:
         "with a bootstrap interval over tasks, calls and output tokens a sample, the structures "
         "of its designs, and how the executions ended.",
         epilog="What is not given comes from the model folder's run_config.json, if it has one. "
-        "Compare `--system designed` with `--system single` to see what designing is worth. "
         "Exit status: 0, 2 if what was asked for can't be done, 1 if it failed on the way, 130 "
         "after Ctrl-C.",
         allow_abbrev=False,
@@ -1030,10 +1005,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Raises UsageError for what can't work or would not be read, before anything is loaded."""
-    if args.out and (Path(args.out).is_dir() or not Path(args.out).absolute().parent.is_dir()):
-        raise UsageError(f"--out {args.out}: give a file in a folder that exists")
-    if args.out and Path(args.out).suffix == ".md":
-        raise UsageError(f"--out {args.out}: name the JSON file, the tables lie beside it as .md")
+    out = Path(args.out).absolute() if args.out else None
+    if out and (out.is_dir() or out.suffix == ".md" or not out.parent.is_dir()):
+        raise UsageError(f"--out {out}: name a file in a folder that exists; .md is for its tables")
     if args.check_golds:
         unread = [name for name, value in vars(args).items() if value != parser.get_default(name)]
         unread = set(unread) - {"check_golds", "out", "isolation"}
@@ -1057,9 +1031,6 @@ def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -
         raise UsageError(vllm_missing())
     if args.engine == "vllm" and args.device == "cpu" and torch.cuda.is_available():
         raise UsageError("vLLM takes the GPU that is here: leave out --device, or --engine torch")
-    for folder in (args.model, args.executor_model):
-        if folder and Path(folder).exists():  # or it is a name on the hub, fetched after all this
-            check_folder(folder)
     for name in data_names(args.data):
         if name not in ("toy", *DATASETS) and not Path(name).is_file():
             known = ", ".join(("toy", *DATASETS))
@@ -1107,10 +1078,6 @@ def progress_line(noun: str, more: Callable[..., str]) -> Callable[[int, int, ob
         print(line, end=end, file=sys.stderr, flush=True)
 
     return show
-
-
-def mean_so_far(result: Result) -> str:
-    return f", mean so far {result.mean():.3f}" if result.rows else ""
 
 
 def write_json(path: str | Path, value) -> None:
@@ -1278,6 +1245,10 @@ def complete(
     partial: Partial, systems: Sequence[str], tasks: Sequence, **options
 ) -> dict[str, Result]:
     """Evaluates what `partial` lacks, one system after the other; options: as for evaluate."""
+
+    def so_far(result: Result) -> str:
+        return f", mean so far {result.mean():.3f}" if result.rows else ""
+
     order = {task.id: place for place, task in enumerate(tasks)}
     results = {}
     for system in systems:
@@ -1298,7 +1269,7 @@ def complete(
                 places=places,
                 budgets=partial.rows.get(systems[0], ()),
                 on_rows=keep,
-                on_progress=progress_line(f"samples of {system}", mean_so_far),
+                on_progress=progress_line(f"samples of {system}", so_far),
                 **options,
             )
         rows = sorted(partial.rows[system], key=lambda row: (order[row.task], row.sample))
@@ -1322,9 +1293,8 @@ def run(args: argparse.Namespace) -> None:
     device = device_of(args)
     kind = choose_engine(args.engine, device)
     print(f"{len(tasks)} tasks, {kind} engine on {device}", file=sys.stderr)
-    asked = {name: getattr(args, name) for name in ("model", "executor_model", "data", "samples")}
     request = {
-        **asked,
+        **{name: getattr(args, name) for name in ("model", "executor_model", "data", "samples")},
         "first_system": systems[0],  # the others' budgets and differences are about it
         "engine": f"{kind} on {device}",
         "settings": settings,
@@ -1370,8 +1340,9 @@ def run(args: argparse.Namespace) -> None:
                 for name, result in results.items()
             }
             report["differences"] = differences
-            rows = [(name, row) for name in systems for row in results[name].rows]
-            report["rows"] = [{"system": name, **asdict(row)} for name, row in rows]
+            report["rows"] = [
+                {"system": name, **asdict(row)} for name in systems for row in results[name].rows
+            ]
             write_text(out.with_suffix(".md"), f"{text}\n")
             write_json(out, report)
 

@@ -55,7 +55,7 @@ from evaluate import (
     read_report,
     read_settings,
     results_text,
-    structure_shares,
+    shares_table,
     write_json,
 )
 from execute import call_seed
@@ -211,12 +211,13 @@ def test_shares_are_of_the_valid_designs_by_source():
         make_row("c", source="product", structure=None, status="invalid_design"),
         make_row("d", source="", structure="single"),  # no source: its kind stands for it
     ]
-    shares = structure_shares(Result("designed", rows))
-    assert shares == {
-        "sum": {"pipeline": 2 / 3, "single": 1 / 3},
-        "product": {},
-        "math": {"single": 1.0},
-    }
+    lines = cells(shares_table({"after": Result("designed", rows)}))
+    assert lines[0] == ["structure shares", "pipeline", "single"]
+    assert lines[2:] == [
+        ["sum, after", "0.667", "0.333"],
+        ["product, after", "0.000", "0.000"],
+        ["math, after", "0.000", "1.000"],
+    ]
 
 
 def test_describe_and_the_table():
@@ -1307,7 +1308,7 @@ def test_usage_errors_are_one_line_and_exit_2(tiny, tmp_path, capsys):
         (["--model", tiny, "--data", data, "--max-context", "5000"], "knows 1024 positions"),
         (["--model", tiny, "--data", data, "--out", tmp_path / "no" / "x.json"], "folder"),
         (["--model", tiny, "--data", data, "--out", tmp_path], "--out"),
-        (["--model", tiny, "--data", data, "--out", tmp_path / "x.md"], "name the JSON file"),
+        (["--model", tiny, "--data", data, "--out", tmp_path / "x.md"], ".md is for its tables"),
         (["--model", tiny, "--system", "vote:calls"], "--system designed,vote:calls"),
         (["--model", tiny, "--data", data, "--isolation", "best", "--compare", data], "--compare"),
         (["--model", tiny, "--data", data, "--isolation", "none"], "--isolation"),
