@@ -58,7 +58,7 @@ All sampling seeds derive from (seed, task, sample). Toy tasks are train.py's he
     python evaluate.py --model runs/toy/final --system designed,single,vote:calls --n-tasks 60
     python evaluate.py --model MODEL_FOLDER --data aime24,aime25 --samples 8 --out aime.json
 
-With --out FILE.json the rows go to FILE.partial.jsonl, a line a task, until all are there: after
+With --out FILE the rows go to FILE.partial.jsonl, a line a task, until all are there: after
 Ctrl-C, a crash or a kill the same command goes on. --compare FILE.json puts the systems of an
 earlier report on the same tasks beside this one's: two checkpoints, or the four pairs of a
 designer (--model) and an executor (--executor-model) before and after training, which say which
@@ -337,16 +337,6 @@ def parse_systems(text: str, scripts: dict[str, str]) -> list[str]:
     return names
 
 
-def _check_request(tasks: Sequence, samples: int, batch: int) -> None:
-    if not tasks or samples < 1 or batch < 1:
-        raise UsageError(f"{len(tasks)} tasks, {samples=}, {batch=}: give at least 1 of each")
-    repeated = [name for name, n in Counter(task.id for task in tasks).items() if n > 1]
-    if repeated:
-        raise UsageError(
-            f"{len(repeated)} task ids repeat, such as {repeated[0]!r}: make them unique"
-        )
-
-
 def evaluate(
     tasks: Sequence,
     engine,
@@ -383,7 +373,11 @@ def evaluate(
     """
     scripts = design.SCRIPTS if scripts is None else scripts
     forced = forced_structure(system, scripts)
-    _check_request(tasks, samples, batch)
+    if not tasks or samples < 1 or batch < 1:
+        raise UsageError(f"{len(tasks)} tasks, {samples=}, {batch=}: give at least 1 of each")
+    twice = [name for name, n in Counter(task.id for task in tasks).items() if n > 1]
+    if twice:
+        raise UsageError(f"{len(twice)} task ids repeat, such as {twice[0]!r}: make them unique")
     places = range(len(tasks)) if places is None else places
     result, done, total = Result(system), 0, len(tasks) * samples
 
@@ -998,8 +992,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--engine", choices=("auto", "torch", "vllm"), default="auto",
         help="auto: vllm on cuda where it is installed, else torch")  # fmt: skip
     add("--out", metavar="FILE",
-        help="write figures and rows to this JSON file and the tables to FILE.md; until then the "
-        "rows are in FILE.partial.jsonl, from which the same command goes on")  # fmt: skip
+        help="write figures and rows to this JSON file and the tables to a .md beside it; until "
+        "then the rows are in FILE.partial.jsonl, from which the same command goes on")  # fmt: skip
     return parser
 
 
@@ -1135,8 +1129,9 @@ def digest(tasks: Sequence[Task]) -> str:
 
 
 def weights_of(folder: Path) -> list:
-    """Names, sizes and times of the weight files: another training leaves others."""
-    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    """Names, sizes and times of the files that make the model: another training leaves others."""
+    patterns = ("*.safetensors", "*.bin", "*config.json", "tokenizer*", "*.jinja")
+    files = sorted(path for pattern in patterns for path in folder.glob(pattern))
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
@@ -1219,7 +1214,7 @@ class Partial:
                 self._file.close()
 
 
-def read_report(path: str, tasks: Sequence[Task]) -> dict[str, Result]:
+def read_report(path: str, tasks: Sequence[Task], tasks_digest: str) -> dict[str, Result]:
     """The systems of an earlier report, under names that say where they are from."""
     names = [each.name for each in fields(Row)]
     results: dict[str, Result] = {}
@@ -1234,7 +1229,7 @@ def read_report(path: str, tasks: Sequence[Task]) -> dict[str, Result]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"--compare {path}: give a report that --out wrote ({error!r})") from error
     wanted = {task.id for task in tasks}
-    if theirs != digest(tasks) or any(x.by_task().keys() != wanted for x in results.values()):
+    if theirs != tasks_digest or any(x.by_task().keys() != wanted for x in results.values()):
         raise UsageError(
             f"--compare {path} is of other tasks: give the same --data, --n-tasks and --seed"
         )
@@ -1287,9 +1282,9 @@ def run(args: argparse.Namespace) -> None:
     systems = parse_systems(args.system, scripts)  # the toy has fewer
     configure(settings["isolation"])
     tasks, dropped = read_tasks(args, settings["seed"])
-    earlier: dict[str, Result] = {}
+    tasks_digest, earlier = digest(tasks), {}
     for path in data_names(args.compare):
-        earlier |= read_report(path, tasks)
+        earlier |= read_report(path, tasks, tasks_digest)
     device = device_of(args)
     kind = choose_engine(args.engine, device)
     print(f"{len(tasks)} tasks, {kind} engine on {device}", file=sys.stderr)
@@ -1298,7 +1293,7 @@ def run(args: argparse.Namespace) -> None:
         "first_system": systems[0],  # the others' budgets and differences are about it
         "engine": f"{kind} on {device}",
         "settings": settings,
-        "tasks_digest": digest(tasks),
+        "tasks_digest": tasks_digest,
         "weights": [weights_of(folder) for folder in folders],
     }
     out = Path(args.out) if args.out else None
@@ -1322,12 +1317,12 @@ def run(args: argparse.Namespace) -> None:
             designer_prompt=settings["designer_prompt"] or default_prompt,
             **{name: settings[name] for name in SAMPLING},
         )
-        text = f"{args.model}, {args.samples} samples a task\n\n{results_text(results | earlier)}\n"
         differences = differences_of(results | earlier)
+        text = f"{args.model}, {args.samples} samples a task\n\n{results_text(results | earlier)}\n"
         if differences:
             text += f"\n{differences_text(differences)}\n"
-        times = ", ".join(f"{name} {partial.wall_seconds[name]:.0f}" for name in systems)
-        text += f"\nwall seconds: {times}"
+        times = (f"{name} {partial.wall_seconds[name]:.0f}" for name in systems)
+        text += f"\nwall seconds: {', '.join(times)}"
         print(f"\n{text}")
         if out:
             report = {**request, "sandbox": in_force(), "dropped_golds": dropped}

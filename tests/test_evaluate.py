@@ -276,6 +276,8 @@ def test_pass_at_k_is_a_mean_over_tasks_for_powers_of_two_and_all():
     rows += [make_row("b", 0.0, sample=i) for i in range(6)]
     expected = {"1": 1 / 12, "2": 1 / 6, "4": 1 / 3, "6": 0.5}
     assert passes(Result("designed", rows)) == pytest.approx(expected)
+    assert set(passes(Result("designed", [*rows, make_row("c", 1.0)]))) == {"1"}  # all have one
+    assert pass_at_k([0.5, 1.0], 1) == 0.5  # half a reward is not right
 
 
 def test_a_paired_difference_is_taken_task_by_task():
@@ -290,6 +292,8 @@ def test_a_paired_difference_is_taken_task_by_task():
     assert paired_difference(always, never) == (1.0, 1.0, 1.0)
     with pytest.raises(ValueError, match="different tasks"):
         paired_difference(first, Result("e", b[:2]))
+    with pytest.raises(ValueError, match="different tasks"):
+        paired_difference(always, Result("f", [make_row(task, 1) for task in "wyz"]))
 
 
 def test_differences_are_the_first_systems_minus_the_others_by_source():
@@ -405,6 +409,12 @@ def test_every_call_has_its_own_seed_and_none_of_training():
     seeds = [seed for _, seed in engine.log]
     assert len(set(seeds)) == len(seeds) == 3 * 2 * 4
     assert seeds[0] == call_seed(3, -1, 0, 0, -1, 0)
+    budgets = [make_row(task.id, sample=k, calls=3) for task in TASKS for k in range(2)]
+    single, vote = engine_of(None, answer_right), engine_of(None, answer_right)
+    run(single, samples=2, seed=3, system="single")
+    run(vote, samples=2, seed=3, system="vote:calls", budgets=budgets)
+    votes = {seed for _, seed in vote.log}
+    assert len(votes) == 3 * 2 * 3 and not votes & {*seeds, *(seed for _, seed in single.log)}
 
 
 def test_progress_reaches_the_total_and_hands_out_the_rows():
@@ -548,6 +558,7 @@ def test_a_program_that_sometimes_works_has_a_vote_and_is_told_apart(best_isolat
     many = DOUBLE | {"inputs": ["1\n"] * 20}
     assert len(behaviour("print(1)", many)) == module.VOTE_INPUTS
     assert behaviour("def f(): pass", {"check": "..."}) == ["def f(): pass"]
+    assert behaviour("", {"check": "..."}) == []
 
 
 class Lengths(ScriptedEngine):
@@ -613,6 +624,36 @@ def test_a_vote_has_at_least_the_tokens_and_only_its_last_reply_goes_over():
     assert vote("vote:calls", calls).rows == rows
 
 
+class Fives(ScriptedEngine):
+    """Every reply has 5 tokens, or `length`. `rounds`: how many were asked together."""
+
+    length, rounds = 5, ()
+
+    def step(self):
+        done = super().step()
+        self.rounds = (*self.rounds, len(done))
+        return [SimpleNamespace(**{**vars(c), "output_ids": [1] * self.length}) for c in done]
+
+
+def rounds_of(system, tasks=1, batch=512, length=5, **budget):
+    engine = Fives(box)
+    engine.length = length
+    budgets = [make_row(task.id, **budget) for task in TASKS[:tasks]]
+    options = {"scripts": SCRIPTS, "deterministic": True, "budgets": budgets, "batch": batch}
+    result = evaluate(TASKS[:tasks], engine, FakePool(), grade, system=system, **options)
+    return engine.rounds, [row.calls for row in result.rows]
+
+
+def test_a_vote_asks_for_what_fits_and_for_no_more():
+    """By tokens the first reply shows how long replies are; 50 tokens are 9 more of 5."""
+    assert rounds_of("vote:tokens", tokens=50) == ((1, 9), [10])
+    assert rounds_of("vote:tokens", tokens=52) == ((1, 9, 1), [11])
+    assert rounds_of("vote:calls", calls=10) == ((10,), [10])
+    assert rounds_of("vote:calls", tasks=3, batch=20, calls=10) == ((20, 10), [10] * 3)
+    assert rounds_of("vote:calls", calls=0) == ((1,), [1])  # a vote of nobody elects nobody
+    assert rounds_of("vote:tokens", tokens=4, length=0) == ((1, 3), [4])  # it ends
+
+
 @pytest.mark.parametrize("system", ["vote:calls", "vote:tokens"])
 def test_a_vote_depends_neither_on_the_batch_nor_on_which_tasks_are_left(system):
     budgets = [
@@ -655,7 +696,7 @@ def test_only_the_winner_of_a_vote_is_scored_and_a_failed_one_has_none():
     options |= {"system": "vote:tokens", "budgets": nothing}
     result = evaluate(TASKS, Full(box), FakePool(), grade, **options)
     assert {(row.status, row.calls) for row in result.rows} == {("context_overflow", 0)}
-    assert scored == []
+    assert {row.seconds for row in result.rows} == {0.0} and scored == []
     options |= {"system": "vote:calls", "budgets": budgets}
     evaluate(TASKS, Lengths(box), FakePool(), grade, **options)
     assert len(scored) == 3
@@ -702,6 +743,23 @@ def test_seconds_go_from_the_first_call_of_a_sample_to_its_answer(monkeypatch):
     designed = seconds("designed", samples=6)
     assert len(set(designed)) > 1 and all(steps[name] == took for name, took in designed)
     assert seconds("vote:calls", budgets=[make_row("sum:s1", calls=5)]) == [("single", 10.0)]
+
+    class LastFirst(Slow):
+        """A reply of 5 tokens a step: of those asked together the first waits longest."""
+
+        held = ()
+
+        def step(self):
+            *self.held, last = [*self.held, *super().step()]
+            return [SimpleNamespace(**{**vars(last), "output_ids": [1] * 5})]
+
+    def of_vote(system, **budget):
+        options = {"scripts": SCRIPTS, "budgets": [make_row("sum:s1", **budget)]}
+        engine = LastFirst(box)
+        return evaluate(TASKS[:1], engine, FakePool(), grade, system=system, **options).rows
+
+    assert [row.seconds for row in of_vote("vote:calls", calls=3)] == [30.0]
+    assert [row.seconds for row in of_vote("vote:tokens", tokens=15)] == [10.0 + 20.0]  # rounds
 
 
 # --- what is there of an interrupted one -------------------------------------------------------
@@ -1214,9 +1272,10 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(tiny, tmp_path, capsys, 
     Path(f"{out}.partial.jsonl").write_text(lines[0] + "\n")
     assert main([*flags, str(out), "--samples", "3"]) == 2
     assert "is of an evaluation with other samples" in capsys.readouterr().err
-    (tiny / "model.safetensors").touch()
-    assert main([*flags, str(out)]) == 2
-    assert "is of an evaluation with other weights" in capsys.readouterr().err
+    for name in ("model.safetensors", "chat_template.jinja"):
+        (tiny / name).touch()
+        assert main([*flags, str(out)]) == 2
+        assert "is of an evaluation with other weights" in capsys.readouterr().err
 
 
 def test_two_reports_on_the_same_tasks_are_compared(tiny, tmp_path, capsys):
@@ -1239,18 +1298,17 @@ def test_two_reports_on_the_same_tasks_are_compared(tiny, tmp_path, capsys):
     one = [*flags, str(second), "--compare", str(first), "--n-tasks", "1"]
     assert main(one) == 2
     assert "is of other tasks" in capsys.readouterr().err
-    there = report | {"tasks_digest": module.digest([])}
     cases = [(text, "give a report that --out wrote") for text in ("{}", "[1]", "no json")]
     cases += [
-        (there | {"rows": 1}, "give a report that --out wrote"),
-        (there | {"rows": [report["rows"][0] | {"reward": None}]}, "give a report that --out"),
-        (there | {"rows": [{"system": "single", "task": "a"}]}, "give a report that --out wrote"),
-        (there, "is of other tasks"),  # the digest is right, its rows are not
+        (report | {"rows": 1}, "give a report that --out wrote"),
+        (report | {"rows": [report["rows"][0] | {"reward": None}]}, "give a report that --out"),
+        (report | {"rows": [{"system": "single", "task": "a"}]}, "give a report that --out wrote"),
+        (report, "is of other tasks"),  # the digest is right, its rows are not
     ]
     for damaged, says in cases:
         first.write_text(damaged if isinstance(damaged, str) else json.dumps(damaged))
         with pytest.raises(UsageError, match=says):
-            read_report(str(first), [])
+            read_report(str(first), [], report["tasks_digest"])
 
 
 def test_reports_of_one_name_in_two_folders_are_two(tmp_path):
@@ -1260,8 +1318,8 @@ def test_reports_of_one_name_in_two_folders_are_two(tmp_path):
         (tmp_path / name).mkdir()
         reports.append(tmp_path / name / "out.json")
         rows = [{"system": "single", "later": 1, **dataclasses.asdict(make_row(task.id))}]
-        write_json(reports[-1], {"rows": rows, "tasks_digest": module.digest([task])})
-    found = [name for path in reports for name in read_report(str(path), [task])]
+        write_json(reports[-1], {"rows": rows, "tasks_digest": "1"})
+    found = [name for path in reports for name in read_report(str(path), [task], "1")]
     assert found == [f"single of {tmp_path}/{name}/out" for name in ("a", "b")]
 
 
