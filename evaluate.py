@@ -76,7 +76,6 @@ programs to pass all of its tests, each within the very limits that a reward has
 from __future__ import annotations
 
 import argparse
-import contextlib
 import fcntl
 import functools
 import hashlib
@@ -1210,8 +1209,7 @@ class Partial:
         elif n and kind:
             print("\nno row is kept: with --out FILE the same command would go on", file=sys.stderr)
         if self._file:
-            with contextlib.suppress(OSError):  # of a full disk, which the last line has met before
-                self._file.close()
+            self._file.close()  # last: on a full disk it fails again
 
 
 def read_report(path: str, tasks: Sequence[Task], tasks_digest: str) -> dict[str, Result]:

@@ -37,6 +37,7 @@ from evaluate import (
     behaviour,
     bootstrap_interval,
     check_golds,
+    complete,
     describe,
     differences_of,
     differences_text,
@@ -799,6 +800,37 @@ def test_the_file_of_another_evaluation_is_refused_and_left(tmp_path):
         assert path.read_text() == text
 
 
+def test_only_what_lacks_is_evaluated_with_its_own_seeds_and_in_order(monkeypatch):
+    """A step takes 10 s, a task one step: the times of the tasks add up, none counts twice."""
+    now = 0.0
+
+    class Slow(ScriptedEngine):
+        def step(self):
+            nonlocal now
+            now += 10.0
+            return super().step()
+
+    def all_of(partial):
+        engine = Slow(lambda key, messages, seed: by_seed(messages[-1]["content"], seed))
+        options = {"scripts": SCRIPTS, "samples": 2, "batch": 1, "seed": 3, "score": grade}
+        systems = ["structure:pipeline", "vote:calls"]
+        return complete(partial, systems, TASKS, engine=engine, pool=FakePool(), **options)
+
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    whole = all_of(Partial(None, {}))
+    partial = Partial(None, {})
+    partial.add("structure:pipeline", 5.0, whole["structure:pipeline"].rows[2:4])
+    assert all_of(partial) == whole
+    assert {row.calls for row in whole["vote:calls"].rows} == {2}
+    assert partial.wall_seconds == {"structure:pipeline": 5.0 + 2 * 20.0, "vote:calls": 3 * 10.0}
+
+
+def test_the_digest_is_of_all_that_a_task_is_and_of_the_order():
+    others = [TASKS[::-1], [*TASKS[:2], dataclasses.replace(TASKS[2], answer="9")]]
+    digests = {module.digest(tasks) for tasks in (TASKS, *others)}
+    assert len(digests) == 3 and module.digest(list(TASKS)) in digests
+
+
 def test_a_full_disk_keeps_the_lines_that_are_whole(tmp_path, capsys):
     """The limit on the size of a file, which fails as a full disk does: in the middle of a line."""
     path, request = tmp_path / "out.partial.jsonl", {"samples": 1}
@@ -833,7 +865,7 @@ def test_no_rows_leave_no_file_and_nothing_to_say(tmp_path, capsys):
 
 def test_two_processes_do_not_write_one_file(tmp_path):
     path = tmp_path / "out.partial.jsonl"
-    held = f"import fcntl; f = open({str(path)!r}, 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(1)"
+    held = f"import fcntl; f = open({str(path)!r}, 'a+'); fcntl.lockf(f, fcntl.LOCK_SH); print(1)"
     other = subprocess.Popen(
         [sys.executable, "-u", "-c", f"{held}; input()"],
         stdin=subprocess.PIPE,
@@ -845,7 +877,7 @@ def test_two_processes_do_not_write_one_file(tmp_path):
             pass
         other.communicate(b"\n")
     with Partial(path, {}):
-        assert path.exists()
+        path.unlink()  # whoever tidies up too early loses no report
 
 
 # --- HumanEval and golds -----------------------------------------------------------------------
@@ -1270,8 +1302,14 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(tiny, tmp_path, capsys, 
     assert rows(out) == rows(whole) and len(rows(out)) == 24
     assert [path.name for path in tmp_path.glob("out*")] == ["out.json", "out.md"]
     Path(f"{out}.partial.jsonl").write_text(lines[0] + "\n")
-    assert main([*flags, str(out), "--samples", "3"]) == 2
-    assert "is of an evaluation with other samples" in capsys.readouterr().err
+    for more, other in [
+        (["--samples", "3"], "samples"),
+        (["--system", "single"], "first_system"),
+        (["--temperature", "0.5"], "settings"),
+        (["--n-tasks", "5"], "tasks_digest"),
+    ]:
+        assert main([*flags, str(out), *more]) == 2
+        assert f"is of an evaluation with other {other}:" in capsys.readouterr().err
     for name in ("model.safetensors", "chat_template.jinja"):
         (tiny / name).touch()
         assert main([*flags, str(out)]) == 2
@@ -1321,6 +1359,8 @@ def test_reports_of_one_name_in_two_folders_are_two(tmp_path):
         write_json(reports[-1], {"rows": rows, "tasks_digest": "1"})
     found = [name for path in reports for name in read_report(str(path), [task], "1")]
     assert found == [f"single of {tmp_path}/{name}/out" for name in ("a", "b")]
+    with pytest.raises(UsageError, match="other tasks"):  # the same ids, another text
+        read_report(str(reports[0]), [task], "2")
 
 
 def test_data_names_may_be_a_file_with_a_comma(tmp_path):
