@@ -1239,6 +1239,28 @@ def test_the_command_on_a_file_of_rows(tiny, tmp_path, capsys):
     assert {row["calls"] for row in json.loads(out.read_text())["rows"]} == {1}
 
 
+def test_the_command_gives_each_role_its_model_and_the_designer_its_prompt(
+    tiny, saved, tmp_path, monkeypatch
+):
+    def taken(partial, systems, tasks, **options):
+        seen.update(options)
+        raise KeyboardInterrupt
+
+    seen = {}
+    monkeypatch.setattr(module, "complete", taken)
+    monkeypatch.setattr(
+        module, "open_engine", lambda folder, device, **limits: (folder, limits["gpu_memory"])
+    )
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("Design.\n[user]\n{question}")
+    flags = ["--model", tiny, "--n-tasks", 1, "--isolation", "best", "--designer-prompt", prompt]
+    assert main([str(x) for x in [*flags, "--executor-model", saved]]) == 130
+    assert seen["engine"] == (tiny, 0.425) and seen["executor_engine"] == (saved, 0.425)
+    assert seen["designer_prompt"] == prompt.read_text()
+    assert main([str(x) for x in flags]) == 130
+    assert seen["engine"] == seen["executor_engine"] == (tiny, 0.85)
+
+
 KILLED_IN_THE_VOTE = """
 import os, signal, sys
 import evaluate
