@@ -933,7 +933,9 @@ def read_settings(folder: Path, given: dict) -> dict:
     settings |= {name: value for name, value in given.items() if value is not None}
     for name in ("designer_max_tokens", "executor_max_tokens", "max_calls", "max_context"):
         value = settings[name]
-        if value is not None and (not isinstance(value, int) or value < 1):
+        if value is None and name == "max_context":
+            continue  # the model's own
+        if not isinstance(value, int) or value < 1:
             raise UsageError(f"{name} is {value!r}: give a number of at least 1")
     if settings["isolation"] not in ("strict", "best"):
         raise UsageError(f"isolation is {settings['isolation']!r}: give strict or best")
@@ -1066,11 +1068,17 @@ def progress_line(noun: str, more: Callable[..., str]) -> Callable[[int, int, ob
         if not whole and now - said < (0.2 if live else 30.0):
             return
         said = now
-        start, end = "\r" if live else "", "\n" if whole or not live else ""
-        line = f"{start}{done} of {total} {noun}, {now - began:.0f} s{more(state)}"
+        start, end = "\r\x1b[K" if live else "", "\n" if whole or not live else ""
+        to_go = (now - began) * (total - done) / max(done, 1)
+        left = "" if whole else f", about {to_go:.0f} s to go"
+        line = f"{start}{done} of {total} {noun}, {now - began:.0f} s{left}{more(state)}"
         print(line, end=end, file=sys.stderr, flush=True)
 
     return show
+
+
+def mean_so_far(result: Result) -> str:
+    return f", mean so far {result.mean():.3f}" if result.rows else ""
 
 
 def write_json(path: str | Path, value) -> None:
@@ -1238,10 +1246,6 @@ def complete(
     partial: Partial, systems: Sequence[str], tasks: Sequence, **options
 ) -> dict[str, Result]:
     """Evaluates what `partial` lacks, one system after the other; options: as for evaluate."""
-
-    def so_far(result: Result) -> str:
-        return f", mean so far {result.mean():.3f}" if result.rows else ""
-
     order = {task.id: place for place, task in enumerate(tasks)}
     results = {}
     for system in systems:
@@ -1262,7 +1266,7 @@ def complete(
                 places=places,
                 budgets=partial.rows.get(systems[0], ()),
                 on_rows=keep,
-                on_progress=progress_line(f"samples of {system}", so_far),
+                on_progress=progress_line(f"samples of {system}", mean_so_far),
                 **options,
             )
         rows = sorted(partial.rows[system], key=lambda row: (order[row.task], row.sample))
@@ -1288,7 +1292,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"{len(tasks)} tasks, {kind} engine on {device}", file=sys.stderr)
     request = {
         **{name: getattr(args, name) for name in ("model", "executor_model", "data", "samples")},
-        "first_system": systems[0],  # the others' budgets and differences are about it
+        "system": ",".join(systems),  # budgets and differences are about the first
         "engine": f"{kind} on {device}",
         "settings": settings,
         "tasks_digest": tasks_digest,

@@ -1142,6 +1142,7 @@ def test_what_is_given_beats_the_run_beats_the_defaults(tmp_path):
         ("[", "can't be read"),
         ("[]", "no JSON object"),
         ('{"max_calls": 0}', "max_calls is 0"),
+        ('{"max_calls": null}', "max_calls is None"),
         ('{"designer_max_tokens": "many"}', "designer_max_tokens is 'many'"),
         ('{"temperature": -1}', "temperature is -1"),
         ('{"temperature": NaN}', "temperature is nan"),
@@ -1326,7 +1327,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(tiny, tmp_path, capsys, 
     Path(f"{out}.partial.jsonl").write_text(lines[0] + "\n")
     for more, other in [
         (["--samples", "3"], "samples"),
-        (["--system", "single"], "first_system"),
+        (["--system", "single"], "system"),
         (["--temperature", "0.5"], "settings"),
         (["--n-tasks", "5"], "tasks_digest"),
     ]:
@@ -1466,3 +1467,15 @@ def test_help_teaches(capsys):
     said = capsys.readouterr().out
     for word in ("designed", "structure:NAME", "bootstrap", "run_config.json", "Exit status"):
         assert word in said
+
+
+def test_progress_says_how_long_it_will_take(capsys, monkeypatch):
+    times = iter([0.0, 10.0, 29.0, 40.0, 50.0, 100.0])
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(times))
+    show = module.progress_line("golds", lambda kept: f", {kept} kept")
+    for done in (0, 1, 2, 3, 8):
+        show(done, 8, done)
+    assert capsys.readouterr().err.splitlines() == [
+        "2 of 8 golds, 40 s, about 120 s to go, 2 kept",
+        "8 of 8 golds, 100 s, 8 kept",
+    ]
