@@ -765,6 +765,12 @@ def describe(result: Result) -> dict:
     }
 
 
+def figures_of(result: Result) -> dict:
+    """`describe` of all and of each source."""
+    sources = {source: describe(part) for source, part in result.by_source().items()}
+    return {"all": describe(result), "sources": sources}
+
+
 def parts_of(result: Result) -> dict[str, Result]:
     """Source -> its part of a result, and "all" for the whole if there are several."""
     parts = result.by_source()
@@ -1320,26 +1326,20 @@ def run(args: argparse.Namespace) -> None:
             **{name: settings[name] for name in SAMPLING},
         )
         differences = differences_of(results | earlier)
-        text = f"{args.model}, {args.samples} samples a task\n\n{results_text(results | earlier)}\n"
-        if differences:
-            text += f"\n{differences_text(differences)}\n"
+        tables = [f"{args.model}, {args.samples} samples a task", results_text(results | earlier)]
+        tables += [differences_text(differences)] if differences else []
         times = (f"{name} {partial.wall_seconds[name]:.0f}" for name in systems)
-        text += f"\nwall seconds: {', '.join(times)}"
+        text = "\n\n".join([*tables, f"wall seconds: {', '.join(times)}"])
         print(f"\n{text}")
         if out:
             report = {**request, "sandbox": in_force(), "dropped_golds": dropped}
             report["systems"] = {
-                name: {
-                    "wall_seconds": partial.wall_seconds[name],
-                    "all": describe(result),
-                    "sources": {source: describe(x) for source, x in result.by_source().items()},
-                }
+                name: {"wall_seconds": partial.wall_seconds[name], **figures_of(result)}
                 for name, result in results.items()
             }
             report["differences"] = differences
-            report["rows"] = [
-                {"system": name, **asdict(row)} for name in systems for row in results[name].rows
-            ]
+            rows = [(name, row) for name in systems for row in results[name].rows]
+            report["rows"] = [{"system": name, **asdict(row)} for name, row in rows]
             write_text(out.with_suffix(".md"), f"{text}\n")
             write_json(out, report)
 

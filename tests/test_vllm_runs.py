@@ -65,6 +65,7 @@ def test_an_evaluation_through_vllm(cold_start, tmp_path):
     for engine in ("vllm", "torch"):
         out = tmp_path / f"{engine}.json"
         argv = ["--model", cold_start, "--n-tasks", 6, "--system", "designed,vote:calls"]
+        argv += ["--executor-model", cold_start]  # a second engine beside the first
         argv += ["--temperature", 0, "--engine", engine, "--out", out]
         done = subprocess.run(
             [sys.executable, *map(str, [ROOT / "evaluate.py", *argv])],
