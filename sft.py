@@ -90,7 +90,16 @@ from data import (
     parse_mix,
     read_prompt,
 )
-from engine import Completion, ModelError, TorchEngine, check_folder, open_engine
+from engine import (
+    Completion,
+    EngineError,
+    ModelError,
+    TorchEngine,
+    VLLMEngine,
+    check_folder,
+    choose_engine,
+    open_engine,
+)
 from execute import Call, Design, Rollout, rollout
 from reward import score, usable_tasks
 from sandbox import SandboxError, ScriptPool, configure
@@ -802,7 +811,7 @@ def read_fields(text: str | None) -> dict:
     return fields
 
 
-def open_teacher(args: argparse.Namespace) -> ApiEngine | TorchEngine:
+def open_teacher(args: argparse.Namespace) -> ApiEngine | TorchEngine | VLLMEngine:
     """The teacher as an engine. Raises DataError or TeacherError."""
     if args.endpoint:
         return ApiEngine(
@@ -816,7 +825,8 @@ def open_teacher(args: argparse.Namespace) -> ApiEngine | TorchEngine:
             fields=read_fields(args.request_fields),
         )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return open_engine(args.model, device, max_batch=args.concurrency)
+    kind = choose_engine("auto", device)
+    return open_engine(args.model, device, kind=kind, max_batch=args.concurrency)
 
 
 @dataclass
@@ -824,7 +834,7 @@ class Progress:
     """What this start has done, and the line that says so."""
 
     file: TraceFile
-    teacher: ApiEngine | TorchEngine
+    teacher: ApiEngine | TorchEngine | VLLMEngine
     tasks: int = 0
     correct: int = 0
     failed: int = 0
@@ -939,7 +949,8 @@ def build_parser() -> argparse.ArgumentParser:
     add = collect.add_argument
     add("--endpoint", metavar="URL", help="an OpenAI-compatible endpoint, with /v1 or without")
     add("--teacher", metavar="NAME", help="the model's name at the endpoint")
-    add("--model", metavar="FOLDER", help="instead of an endpoint: a model folder is the teacher")
+    add("--model", metavar="FOLDER", help="instead of an endpoint: a model folder is the teacher, "
+        "through vLLM on CUDA if it is installed")  # fmt: skip
     add("--key-variable", metavar="NAME",
         help="the environment variable with the key (default: OPENAI_API_KEY)")  # fmt: skip
     add("--request-fields", metavar="JSON",
@@ -1039,7 +1050,7 @@ def main(argv: list[str] | None = None) -> int:
     except (DataError, ModelError) as error:
         say(str(error))
         return 2
-    except (OSError, SandboxError, TeacherError, torch.OutOfMemoryError) as error:
+    except (OSError, SandboxError, EngineError, TeacherError, torch.OutOfMemoryError) as error:
         say(f"failed: {' '.join(str(error).split())}")
         return 1
     except KeyboardInterrupt:

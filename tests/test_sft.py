@@ -843,3 +843,12 @@ def test_ctrl_c_is_one_line_and_does_not_wait_for_replies(serve, data, tmp_path)
     assert said.splitlines()[-1] == last and "Traceback" not in said and printed == ""
     assert said.count("\n") == 2  # the report of the data, and this
     assert lines(done) and len(lines(out)) == sum(row["kept"] for row in lines(done))
+
+
+def test_a_model_folder_teaches_through_the_engine_that_is_chosen(monkeypatch):
+    monkeypatch.setattr(sft, "choose_engine", lambda wanted, device: f"{wanted} on {device}")
+    monkeypatch.setattr(sft, "open_engine", lambda folder, device, **more: (folder, device, more))
+    monkeypatch.setattr(sft.torch.cuda, "is_available", lambda: True)
+    args = sft.build_parser().parse_args(["collect", "--model", "m", "--concurrency", "3"])
+    opened = sft.open_teacher(args)
+    assert opened == ("m", "cuda", {"kind": "auto on cuda", "max_batch": 3})
