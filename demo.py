@@ -74,11 +74,11 @@ import transformers
 import design
 import evaluate
 import toy
-from data import OneLineParser, Task, load
+from data import OneLineParser, Task, load, read_prompt
 from engine import find_model, open_engine
 from evaluate import UsageError
 from execute import DESIGNER, Call, question_text, rollout
-from reward import usable_tasks
+from reward import usable_gold
 from sandbox import ScriptPool, configure
 
 HOST, PORT = "127.0.0.1", 8333
@@ -953,14 +953,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", metavar="FOLDER|NAME", help=model)
     system = "designed (default); single: one agent; structure:NAME: a fixed script"
     add("--system", default="designed", help=system)
-    add("--designer-prompt", metavar="FILE", help="a text file with {question} in it")
-    add("--temperature", type=float, metavar="T", help="of sampling, 0: the likeliest token")
-    add("--max-tokens", type=int, metavar="N", help="output tokens a call, for both roles")
-    add("--max-context", type=int, metavar="N", help="tokens of prompt and reply together")
-    add("--seed", type=int, metavar="S", help="of the sampling, and of the toy tasks")
-    isolation = "strict: all layers of the sandbox or an error; best: those that are there"
-    add("--isolation", choices=("strict", "best"), help=isolation)
-    add("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    evaluate.add_settings(parser)
     return parser
 
 
@@ -979,15 +972,14 @@ def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -
         raise UsageError(f"--port {args.port}: give 1 to 65535, or 0 for any that is free")
     if args.system != "designed" and args.designer_prompt:
         raise UsageError(f"--designer-prompt: {args.system} asks no designer, leave it out")
+    read_prompt(args.designer_prompt)
 
 
 @contextmanager
 def open_player(args: argparse.Namespace, folder: Path, settings: dict) -> Iterator[Callable]:
     """LiveRun.play with the model of a folder; the sandbox is closed at the end."""
-    is_toy = evaluate.is_toy(settings)
-    scripts = toy.SCRIPTS if is_toy else design.SCRIPTS
+    scripts, prompt = evaluate.scripts_and_prompt(settings)
     forced = evaluate.forced_structure(args.system, scripts)
-    prompt = settings["designer_prompt"] or (toy.DESIGNER_PROMPT if is_toy else None)
     # Not in rounds, which show the replies of a turn when the last of them is done.
     options = {name: settings[name] for name in evaluate.SAMPLING if name != "deterministic"}
     options |= {"designer_prompt": prompt, "scripts": [scripts[forced]] if forced else None}
@@ -1026,7 +1018,7 @@ def run(args: argparse.Namespace) -> None:
 
 def has_gold(task: Task) -> bool:
     """Can an answer to this task be scored?"""
-    return bool(task.tests) if task.kind == "code" else usable_tasks([task])[1] == []
+    return bool(task.tests) if task.kind == "code" else usable_gold(task.answer or "")
 
 
 def report(args: argparse.Namespace) -> None:

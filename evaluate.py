@@ -988,6 +988,18 @@ def build_parser() -> argparse.ArgumentParser:
     add("--compare", metavar="FILES", default="",
         help="reports of earlier evaluations (--out) of the same tasks, with commas between "
         "them: their systems are listed too, with paired differences")  # fmt: skip
+    add_settings(parser)
+    add("--engine", choices=("auto", "torch", "vllm"), default="auto",
+        help="auto: vllm on cuda where it is installed, else torch")  # fmt: skip
+    add("--out", metavar="FILE",
+        help="write figures and rows to this JSON file and the tables to a .md beside it; until "
+        "then the rows are in FILE.partial.jsonl, from which the same command goes on")  # fmt: skip
+    return parser
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """The flags that settings_of and device_of read."""
+    add = parser.add_argument
     add("--designer-prompt", metavar="FILE", help="a text file with {question} in it")
     add("--temperature", type=float, metavar="T", help="of sampling, 0: the likeliest token")
     add("--max-tokens", type=int, metavar="N", help="output tokens a call, for both roles")
@@ -996,12 +1008,6 @@ def build_parser() -> argparse.ArgumentParser:
     isolation = "strict: all layers of the sandbox or an error; best: those that are there"
     add("--isolation", choices=("strict", "best"), help=isolation)
     add("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
-    add("--engine", choices=("auto", "torch", "vllm"), default="auto",
-        help="auto: vllm on cuda where it is installed, else torch")  # fmt: skip
-    add("--out", metavar="FILE",
-        help="write figures and rows to this JSON file and the tables to a .md beside it; until "
-        "then the rows are in FILE.partial.jsonl, from which the same command goes on")  # fmt: skip
-    return parser
 
 
 def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -1028,6 +1034,7 @@ def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -
             if getattr(args, name):
                 flag = f"--{name.replace('_', '-')}"
                 raise UsageError(f"{flag} needs --system designed: {args.system} asks no designer")
+    read_prompt(args.designer_prompt)
     if args.engine == "vllm" and vllm_missing():
         raise UsageError(vllm_missing())
     if args.engine == "vllm" and args.device == "cpu" and torch.cuda.is_available():
@@ -1117,15 +1124,23 @@ def run_gold_check(args: argparse.Namespace) -> None:
 
 def settings_of(args: argparse.Namespace, folder: Path) -> dict:
     """How the command samples: its flags, else the folder's run_config.json, else DEFAULTS."""
-    given = {name: getattr(args, name) for name in ("temperature", "max_context", "seed")}
-    given |= {"isolation": args.isolation, "designer_prompt": read_prompt(args.designer_prompt)}
+    names = ("temperature", "max_context", "seed", "isolation")
+    given = {name: getattr(args, name) for name in names}
     given |= {f"{role}_max_tokens": args.max_tokens for role in ("designer", "executor")}
+    given["designer_prompt"] = read_prompt(args.designer_prompt)
     return read_settings(folder, given)
 
 
 def is_toy(settings: dict) -> bool:
     """Was this model trained on the toy's own tasks?"""
     return settings["preset"] == "toy" and not settings["data"]
+
+
+def scripts_and_prompt(settings: dict) -> tuple[dict[str, str], str | None]:
+    """(structure -> script, designer prompt) of this model's world; None: design.py's own."""
+    if is_toy(settings):
+        return toy.SCRIPTS, settings["designer_prompt"] or toy.DESIGNER_PROMPT
+    return design.SCRIPTS, settings["designer_prompt"] or None
 
 
 def device_of(args: argparse.Namespace) -> str:
@@ -1282,11 +1297,9 @@ def complete(
 
 def run(args: argparse.Namespace) -> None:
     """The command, from checked arguments to the printed tables and the files."""
-    read_prompt(args.designer_prompt)  # a wrong path is told before a model is fetched
     folders = [find_model(name) for name in (args.model, args.executor_model) if name]
     settings = settings_of(args, folders[0])
-    scripts = toy.SCRIPTS if is_toy(settings) else design.SCRIPTS
-    default_prompt = toy.DESIGNER_PROMPT if is_toy(settings) else None
+    scripts, designer_prompt = scripts_and_prompt(settings)
     systems = parse_systems(args.system, scripts)  # the toy has fewer
     configure(settings["isolation"])
     tasks, dropped = read_tasks(args, settings["seed"])
@@ -1322,7 +1335,7 @@ def run(args: argparse.Namespace) -> None:
             score=evaluation_score,
             scripts=scripts,
             samples=args.samples,
-            designer_prompt=settings["designer_prompt"] or default_prompt,
+            designer_prompt=designer_prompt,
             **{name: settings[name] for name in SAMPLING},
         )
         differences = differences_of(results | earlier)
