@@ -77,9 +77,9 @@ import toy
 from data import OneLineParser, Task, load, read_prompt
 from engine import find_model, open_engine
 from evaluate import UsageError
-from execute import DESIGNER, Call, question_text, rollout
+from execute import DESIGNER, Call, open_pool, question_text, rollout
 from reward import usable_gold
-from sandbox import ScriptPool, configure
+from sandbox import configure
 
 HOST, PORT = "127.0.0.1", 8333
 MAX_QUESTION = 20_000  # characters
@@ -985,8 +985,7 @@ def open_player(args: argparse.Namespace, folder: Path, settings: dict) -> Itera
     options |= {"designer_prompt": prompt, "scripts": [scripts[forced]] if forced else None}
     configure(settings["isolation"])
     engine = open_engine(folder, evaluate.device_of(args), max_context=settings["max_context"])
-    workflow = Path(__file__).with_name("workflow.py").read_text(encoding="utf-8")
-    with ScriptPool({"workflow": workflow}, max_live=1) as pool:
+    with open_pool(max_live=1) as pool:
         yield partial(LiveRun.play, engine=engine, pool=pool, **options)
 
 

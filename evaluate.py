@@ -109,7 +109,7 @@ from data import (
     read_prompt,
 )
 from engine import EngineError, ModelError, choose_engine, find_model, open_engine, vllm_missing
-from execute import Execution, Rollout, rollout
+from execute import Execution, Rollout, open_pool, rollout
 from reward import (
     code_reward,
     extract_answer,
@@ -120,7 +120,7 @@ from reward import (
     usable_gold,
     usable_tasks,
 )
-from sandbox import SandboxError, ScriptPool, configure, cores, in_force, run_program
+from sandbox import SandboxError, configure, cores, in_force, run_program
 from sandbox import close as close_sandbox
 
 # In the seeds: training steps count from 0, so no draw is used twice.
@@ -1318,10 +1318,9 @@ def run(args: argparse.Namespace) -> None:
         "weights": [weights_of(folder) for folder in folders],
     }
     out = Path(args.out) if args.out else None
-    workflow = Path(__file__).with_name("workflow.py").read_text(encoding="utf-8")
     with (
         Partial(out and out.with_name(f"{out.name}.partial.jsonl"), request) as partial,
-        ScriptPool({"workflow": workflow}, deterministic=settings["deterministic"]) as pool,
+        open_pool(deterministic=settings["deterministic"]) as pool,
     ):
         limits = {"max_context": settings["max_context"], "gpu_memory": 0.85 / len(folders)}
         engines = [open_engine(folder, device, kind=kind, **limits) for folder in folders]

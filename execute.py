@@ -68,6 +68,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -79,7 +80,7 @@ from design import (
     extract_script,
     structure_of,
 )
-from sandbox import SandboxError
+from sandbox import SandboxError, ScriptPool
 
 STATUSES = (
     "ok",
@@ -246,6 +247,12 @@ def judge_end(ended: str, answer: str | None, called: bool) -> str:
     if ended == "ok" and answer is None:
         return "crashed"
     return ended
+
+
+def open_pool(**options) -> ScriptPool:
+    """A pool whose scripts can import workflow.py; options: those of sandbox.ScriptPool."""
+    workflow = Path(__file__).with_name("workflow.py").read_text(encoding="utf-8")
+    return ScriptPool({"workflow": workflow}, **options)
 
 
 def rollout(
@@ -673,7 +680,6 @@ def shares(*tallies: dict[str, float]) -> dict[str, float]:
 
 def main() -> None:
     """Two designs of one task, two executions each; a few lines play the model."""
-    from pathlib import Path
     from types import SimpleNamespace
 
     import sandbox
@@ -697,9 +703,8 @@ def main() -> None:
             ]
 
     sandbox.configure("best")
-    workflow = Path(__file__).with_name("workflow.py").read_text()
     task = SimpleNamespace(id="7x8", kind="math", question="7*8?", starter="", source="")
-    with sandbox.ScriptPool({"workflow": workflow}) as pool:
+    with open_pool() as pool:
         [rolled] = rollout(
             [task],
             Actor(),

@@ -884,7 +884,6 @@ def usable_gold(gold: str) -> bool:
 
 def usable_tasks(tasks: Iterable) -> tuple[list, list]:
     """(tasks that can be graded, math tasks whose gold can't)."""
-
     kept, bad = [], []
     for task in tasks:
         usable = task.kind != "math" or usable_gold(task.answer or "")

@@ -100,9 +100,9 @@ from engine import (
     choose_engine,
     open_engine,
 )
-from execute import Call, Design, Rollout, rollout
+from execute import Call, Design, Rollout, open_pool, rollout
 from reward import score, usable_tasks
-from sandbox import SandboxError, ScriptPool, configure
+from sandbox import SandboxError, configure
 
 NO_REPLY = ("refused", "failed")  # finish reasons of ApiEngine, see the header
 
@@ -906,7 +906,6 @@ def collect_into(
 ) -> str:
     """Rolls out what is not done yet until both amounts are reached; returns why it ended."""
     todo = [(place, task) for place, task in enumerate(tasks) if task.id not in file.done]
-    workflow = Path(__file__).with_name("workflow.py").read_text(encoding="utf-8")
     options = {
         "n_designs": args.n_designs,
         "n_executions": args.n_executions,
@@ -920,7 +919,7 @@ def collect_into(
     try:
         if file.full():
             raise _Enough
-        with ScriptPool({"workflow": workflow}) as pool:
+        with open_pool() as pool:
             # Twice as many tasks as requests at a time: most scripts ask one agent after another.
             for start in range(0, len(todo), 2 * args.concurrency):
                 batch = todo[start : start + 2 * args.concurrency]

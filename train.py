@@ -127,7 +127,7 @@ from evaluate import (
     write_json,
     write_text,
 )
-from execute import Rollout, rewards_of, rollout, shares, tally
+from execute import Rollout, open_pool, rewards_of, rollout, shares, tally
 from grpo import (
     LOGPROB_CHUNK,
     Batch,
@@ -141,7 +141,7 @@ from grpo import (
     tokens_and_forwards,
 )
 from reward import score, usable_tasks
-from sandbox import SandboxError, ScriptPool, configure, in_force
+from sandbox import SandboxError, configure, in_force
 from sft import Example, batches, collect, cosine, encode, read_examples, supervised_loss
 
 BETAS = (0.9, 0.95)  # of every AdamW here
@@ -1457,8 +1457,7 @@ def measure(name: str, folder: Path, world: World, pool, config: Config, engine)
 def run(config: Config, folder: Path, world: World) -> None:
     """A whole run, or the rest of one: cold start and steps that are done are not done again."""
     began = time.monotonic()
-    workflow = Path(__file__).with_name("workflow.py").read_text(encoding="utf-8")
-    with ScriptPool({"workflow": workflow}, deterministic=config.deterministic) as pool:
+    with open_pool(deterministic=config.deterministic) as pool:
         print_header(config, folder)
         if rank() == 0:
             write_json(folder / "sandbox.json", in_force())
