@@ -717,6 +717,8 @@ def load_mix(
     Raises DataError, also for HumanEval and if two sources share an id.
     """
     kept = read_ids(keep) if keep else set()
+    if keep and not kept:
+        raise DataError(f"{keep} has no ids: nothing would be kept")
     exclude, sources, reports, owners, filtered = list(exclude), {}, [], {}, set()
     for name in mix:
         source = name if name in DATASETS else _open(name, None)[2]

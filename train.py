@@ -1587,10 +1587,11 @@ def print_header(config: Config, folder: Path) -> None:
     force = in_force()
     missing = ", ".join(force["missing"]) or "nothing"
     several = f", {ranks()} ranks" if ranks() > 1 else ""
+    stages = f", stages of {config.stage_length}" if config.train == "stagewise" else ""
     say(
         f"run {folder}: preset {config.preset}, train {config.train}, seed {config.seed}{several}\n"
         f"{config.steps} steps of {config.tasks_per_step} tasks x {config.n_designs} designs x "
-        f"{config.n_executions} executions, stages of {config.stage_length}\n"
+        f"{config.n_executions} executions{stages}\n"
         f"sandbox {force['isolation']}: {', '.join(force['layers'])}; missing: {missing}"
     )
 
@@ -1879,6 +1880,7 @@ def plan_text(config: Config) -> str:
     """--dry-run: memory of a GPU, work and time of a step, data mix, what a checkpoint takes."""
     shape, (n_ranks, gpu) = shape_of(config), CARDS.get(config.preset, (1, 80))
     n_ranks = int(os.environ.get("WORLD_SIZE", n_ranks))
+    sft = config.train == "sft"  # which draws nothing
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0).total_memory / 1e9
     training = memory_plan(shape, config, ranks=n_ranks)
@@ -1889,25 +1891,28 @@ def plan_text(config: Config) -> str:
     weights = 2 * shape.parameters()
     room = max(0.0, config.vllm_memory * gpu * 1e9 - weights)
     generation |= {"engine: weights, 16 bits": weights, "engine: keys and values": room}
-    if config.engine == "torch":
+    if config.engine == "torch" and not sft:
         training["the torch engine's weights, 16 bits"] = weights
-    plans = {"trains": training} | ({} if config.train == "sft" else {"generates": generation})
+    plans = {"trains": training} | ({} if sft else {"generates": generation})
     tables = []
     for what, plan in plans.items():
         rows = [[name, f"{size / 1e9:.1f}"] for name, size in plan.items()]
         rows.append(["together", f"{sum(plan.values()) / 1e9:.1f} of {gpu:.0f}"])
         tables.append(markdown_table(rows, [f"while a GPU {what}", "GB"]))
     kv_tokens = room / shape.kv_bytes()
-    most = max(sum(training.values()), sum(generation.values()))
-    fits = most < gpu * 1e9 and kv_tokens >= config.max_context
-    timed = fits and config.device != "cpu" and config.train != "sft"
+    most = max(sum(plan.values()) for plan in plans.values())
+    fits = most < gpu * 1e9 and (sft or kv_tokens >= config.max_context)
+    timed = fits and config.device != "cpu" and not sft
+    room_line = (
+        f"the engine has room for {kv_tokens:,.0f} tokens ({shape.kv_bytes():,} bytes each):"
+        f" {kv_tokens / config.max_context:.0f} sequences of {config.max_context:,}"
+    )
     return "\n".join(
         [
             f"{config.model}: {shape.parameters() / 1e9:.2f} B parameters,"
             f" {n_ranks} ranks of one GPU each; memory by arithmetic:\n",
-            "\n\n".join(tables),
-            f"\nthe engine has room for {kv_tokens:,.0f} tokens ({shape.kv_bytes():,} bytes each):"
-            f" {kv_tokens / config.max_context:.0f} sequences of {config.max_context:,}",
+            "\n\n".join(tables) + "\n",
+            *([] if sft else [room_line]),
             "it fits\n"
             if fits
             else "IT DOES NOT FIT: more ranks, or another --token-budget,"
@@ -1925,17 +1930,19 @@ def step_plan(config: Config) -> list[str]:
     """What a step asks for, in lines."""
     if config.train == "sft":
         return [f"a step: {config.sft_batch} examples; {config.sft_steps} steps"]
-    designs = config.tasks_per_step * config.n_designs
-    executions = designs * config.n_executions
+    executions = config.tasks_per_step * config.n_designs * config.n_executions
+    single = config.train == "single"  # no designs, and an execution is one call
+    designs = 0 if single else config.tasks_per_step * config.n_designs
+    calls = 1 if single else config.max_calls
     mix = parse_mix(config.data) if config.data else {"toy": None}
     listed = ", ".join(f"{n or config.tasks_per_step} {name}" for name, n in mix.items())
-    most = designs * config.designer_max_tokens, config.executor_max_tokens * config.max_calls
+    most = designs * config.designer_max_tokens, executions * calls * config.executor_max_tokens
     return [
         f"a step: {config.tasks_per_step} tasks ({listed}), {designs} designs, {executions}"
         f" executions; training tasks that occur in {config.eval_data or 'held-out tasks'} are"
         " left out",
-        f"output tokens of a step, at most: {most[0]:,} of designers, {executions * most[1]:,} of"
-        f" executors (each execution {config.max_calls} calls, each call at its limit)",
+        f"output tokens of a step, at most: {most[0]:,} of designers, {most[1]:,} of executors"
+        f" (calls an execution: {calls}; each call at its limit)",
         f"{config.updates_per_step} updates a step, micro-batches of {config.token_budget:,}"
         f" tokens; {config.steps} steps in stages of {config.stage_length}",
     ]
@@ -1980,8 +1987,8 @@ def main(argv: list[str] | None = None) -> int:
         time.sleep(GRACE_S)  # torchrun names the rank that ended first: let that be the other one
         return fail("failed", f"lost another rank ({error}); the first to end has the cause", 1)
     except KeyboardInterrupt:
-        go_on = f"go on with: python train.py --resume {folder}" if folder else "nothing was made"
-        print(f"\ninterrupted; {go_on}", file=sys.stderr, flush=True)
+        then = f"go on with: python train.py --resume {folder}" if folder else "nothing was made"
+        print(f"\ninterrupted; {then}", file=sys.stderr, flush=True)
         os._exit(130)  # at once: Python would wait for threads that are still scoring
     return 0
 

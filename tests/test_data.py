@@ -700,6 +700,9 @@ def test_a_mix_is_loaded_filtered_and_drawn_from(file, tmp_path):
     assert [task.id for tasks in sources.values() for task in tasks] == ["math:1", "apps:2"]
     with pytest.raises(DataError, match="keeps apps:0, and the mix has no such source"):
         load_mix({str(math): 2}, keep=kept)
+    kept.write_text("\n")
+    with pytest.raises(DataError, match="has no ids"):  # not all tasks, because none is named
+        load_mix(mix, keep=kept)
     with pytest.raises(DataError, match="no usable row"):
         load_mix(mix, difficulty=(0, 6))
 

@@ -169,6 +169,19 @@ def test_a_dry_run_times_the_gpus_of_the_presets_memory_only(capsys):
     assert timed(capsys, "--preset", "qwen3-8b", "--token-budget", "400000") == {}  # doesn't fit
 
 
+def test_a_dry_run_without_designs_or_without_draws_plans_none(capsys):
+    """8 tasks x 16 executions, one call of 8,192 tokens each: 1,048,576. Imitating needs no engine:
+    one that would not fit beside the weights is no reason against it."""
+    assert train.main(["--preset", "qwen3-8b", "--train", "single", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert " 0 designs, 128 executions" in out and "0 of designers, 1,048,576 of executors" in out
+    argv = ["--preset", "qwen3-8b", "--dry-run", "--vllm-memory", "1"]
+    assert train.main(argv) == 0 and "IT DOES NOT FIT" in capsys.readouterr().out
+    assert train.main([*argv, "--train", "sft", "--data", __file__]) == 0
+    out = capsys.readouterr().out
+    assert "it fits" in out and "the engine" not in out
+
+
 def test_what_the_time_plan_assumes_is_in_the_log():
     metrics = shares(tally([]))
     for name in ("calls_per_execution", "prompt_length/executor", "length/designer"):
