@@ -1643,10 +1643,8 @@ def absolute_names(text: str) -> str:
     """
     parts = []
     for part in data_names(text):
-        name, equals, count = part.rpartition("=")
-        name = name if equals else part
-        path = str(Path(name).resolve()) if Path(name).exists() else name
-        parts.append(path + (f"={count}" if equals else ""))
+        name, count = re.fullmatch(r"(.+?)(=\d+)?", part).groups("")
+        parts.append((str(Path(name).resolve()) if Path(name).exists() else name) + count)
     return ",".join(parts)
 
 

@@ -223,6 +223,15 @@ def test_no_reward_for_long_is_said(monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out.count("no reward in 10 steps") == 1
 
 
+def test_a_path_holds_from_anywhere_also_with_an_equals_sign_in_it(tmp_path, monkeypatch):
+    (tmp_path / "k=1").mkdir()
+    (tmp_path / "k=1/rows.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    path = str(tmp_path / "k=1/rows.jsonl")
+    assert train.absolute_names("k=1/rows.jsonl") == path
+    assert train.absolute_names("k=1/rows.jsonl=2,apps=1") == f"{path}=2,apps=1"
+
+
 def test_sigterm_in_the_last_step_is_not_forgotten(monkeypatch, tmp_path):
     """What comes after the steps takes long on a full run: the machine is wanted back before it."""
     saved = []
