@@ -76,7 +76,7 @@ import evaluate
 import toy
 from data import OneLineParser, Task, load, read_prompt
 from engine import find_model, open_engine
-from evaluate import UsageError
+from evaluate import UsageError, curve
 from execute import DESIGNER, Call, open_pool, question_text, rollout
 from reward import usable_gold
 from sandbox import configure
@@ -87,7 +87,6 @@ MAX_BODY = 128 * 1024  # bytes of a request
 SHOWN_LINES = 12  # of a text in the terminal
 SHADES = (0.1, 0.5, 1.0, 2.0, 4.0)  # nats
 NODE_W, NODE_H, GAP_X, GAP_Y, SIDE = 158, 46, 22, 44, 60  # pixels of the graph
-WINDOW = 5  # steps that a curve is the mean of, as in curve.png
 
 
 # --- what happens, as it happens ---------------------------------------------------------------
@@ -741,19 +740,6 @@ def read_step(written: str) -> dict | None:
     return numbers | {"role": str(line.get("role"))} if is_step else None
 
 
-def curve(log: list[dict], name: str) -> list[tuple[int, float]]:
-    """(step from 1, mean of the last WINDOW values). A share of 0 is not written.
-
-    >>> curve([{"step": 0, "x": 1.0}, {"step": 1}, {"step": 2, "x": 0}], "x")
-    [(1, 1.0), (3, 0.5)]
-    """
-    missing = 0.0 if name.startswith("structure/") else None
-    known = [(line["step"] + 1, line.get(name, missing)) for line in log]
-    known = [(x, y) for x, y in known if y is not None]
-    recent = [[y for _, y in known[max(0, i - WINDOW) : i]] for i in range(1, len(known) + 1)]
-    return [(x, math.fsum(ys) / len(ys)) for (x, _), ys in zip(known, recent, strict=True)]
-
-
 BOTH_ROLES = {
     "designer: mean over all designs": "reward",
     "executor: mean over executions that ran": "executor_reward",
@@ -861,7 +847,7 @@ def report_html(folder: Path) -> str:
     drawn, bands = list(charts(log)), stage_bands(log)
     notes = [f"{len(log)} steps", *(f"no {name} yet" for name in files if name not in there)]
     notes += [f"{bad} lines of log.jsonl are no steps and left out"] if bad else []
-    notes += [f"curves are means of {WINDOW} steps"] if drawn else []
+    notes += [f"curves are means of {evaluate.WINDOW} steps"] if drawn else []
     notes += ["grey bands are stages of the designer"] if bands else []
     name = f"Run {folder.resolve().name}"
     parts = [tag("h1", esc(name)), tag("p", esc("; ".join(notes)), class_="soft")]

@@ -128,6 +128,7 @@ EVALUATION_STEP, VOTE_STEP = -1, -2
 VOTES = ("vote:calls", "vote:tokens")
 VOTE_INPUTS = 8  # test inputs on which programs that vote are compared
 TOY_TASKS = 512
+WINDOW = 5  # steps that a curve is the mean of
 MAX_GOLDS = 3  # of a row are tried at most
 # What a model folder without run_config.json is sampled with.
 DEFAULTS = {
@@ -826,6 +827,19 @@ def differences_text(differences: Sequence[dict]) -> str:
     return markdown_table(rows, ["paired difference", "source", "mean", "95 % interval"])
 
 
+def curve(log: list[dict], name: str) -> list[tuple[int, float]]:
+    """(step from 1, mean of the last WINDOW values). A share of 0 is not written.
+
+    >>> curve([{"step": 0, "x": 1.0}, {"step": 1}, {"step": 2, "x": 0}], "x")
+    [(1, 1.0), (3, 0.5)]
+    """
+    missing = 0.0 if name.startswith("structure/") else None
+    known = [(line["step"] + 1, line.get(name, missing)) for line in log]
+    known = [(x, y) for x, y in known if y is not None]
+    recent = [[y for _, y in known[max(0, i - WINDOW) : i]] for i in range(1, len(known) + 1)]
+    return [(x, math.fsum(ys) / len(ys)) for (x, _), ys in zip(known, recent, strict=True)]
+
+
 def draw_curve(log: list[dict], points: list[tuple[int, Result]], path: Path) -> None:
     """curve.png: rewards, valid designs and structure shares over the steps, stages as bands.
 
@@ -838,14 +852,10 @@ def draw_curve(log: list[dict], points: list[tuple[int, Result]], path: Path) ->
     from matplotlib import pyplot
 
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 6), sharex=True)
-    steps = [line["step"] + 1 for line in log]
 
     def draw(axes, name: str, style: str = "-", **options) -> None:
-        missing = 0.0 if name.startswith("structure/") else None  # a share, or a kind not asked
-        known = [(x, line.get(name, missing)) for x, line in zip(steps, log, strict=True)]
-        known = np.array([point for point in known if point[1] is not None]).reshape(-1, 2)
-        means = [known[max(0, i - 4) : i + 1, 1].mean() for i in range(len(known))]
-        axes.plot(known[:, 0], means, style, **options)
+        known = curve(log, name)
+        axes.plot([x for x, _ in known], [y for _, y in known], style, **options)
 
     for line in log:
         if line["role"] == "designer":
@@ -870,7 +880,7 @@ def draw_curve(log: list[dict], points: list[tuple[int, Result]], path: Path) ->
         low, high = result.interval()
         error = [[result.mean() - low], [high - result.mean()]]
         top.errorbar([step], [result.mean()], error, fmt="o", color="black", capsize=3)
-    top.set(**limits, ylabel="mean of 5 steps", title=title)
+    top.set(**limits, ylabel=f"mean of {WINDOW} steps", title=title)
     bottom.set(**limits, ylabel="share of valid designs" if limits else "", xlabel="step")
     for axes in (top, bottom):
         axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
