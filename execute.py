@@ -604,7 +604,7 @@ def rewards_of(rollouts: list[Rollout]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def tally(rollouts: list[Rollout]) -> dict[str, float]:
-    """What happened, in counts and sums only, so that ranks add up: shares(*tallies)."""
+    """What happened, in counts and sums only; `shares` makes means of them."""
     total = Counter({f"status/{status}": 0 for status in STATUSES})
     total.update({"tokens/designer": 0, "tokens/executor": 0})
     for rolled in rollouts:
@@ -631,8 +631,8 @@ def tally(rollouts: list[Rollout]) -> dict[str, float]:
     return dict(total)
 
 
-def shares(*tallies: dict[str, float]) -> dict[str, float]:
-    """Tallies (one a rank) -> the metrics to log. G: a kind of task or a data set (Task.source).
+def shares(tallied: dict[str, float]) -> dict[str, float]:
+    """A tally -> the metrics to log. G: a kind of task or a data set (Task.source).
 
     reward, reward/G                  mean over all executions
     valid_designs, valid_designs/G    share of the designs
@@ -644,12 +644,10 @@ def shares(*tallies: dict[str, float]) -> dict[str, float]:
     length/ROLE, prompt_length/ROLE   mean tokens a call
     status/S                          number of executions; all seven are always there
 
-    >>> shares({"reward": 3, "executions": 4}, {"reward": 0, "executions": 8})["reward"]
+    >>> shares({"reward": 3, "executions": 12})["reward"]
     0.25
     """
-    total = Counter()
-    for each in tallies:
-        total.update(each)
+    total = Counter(tallied)
 
     def ratio(part: str, whole: str) -> float:
         return total[part] / total[whole] if total[whole] else 0.0
