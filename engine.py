@@ -582,6 +582,11 @@ def vllm_missing() -> str | None:
     return None
 
 
+def lost_rank(error: BaseException) -> bool:
+    """Did a collective fail because another rank is gone or hangs? gloo has no class for it."""
+    return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
+
+
 @contextlib.contextmanager
 def vllm_errors(
     doing: str, kinds: tuple[type[Exception], ...] = (RuntimeError, AssertionError)
@@ -589,10 +594,10 @@ def vllm_errors(
     """vLLM's own errors as an EngineError of one line; not those of a rank that is gone."""
     try:
         yield
-    except (EngineError, torch.distributed.DistError):
+    except EngineError:
         raise
     except kinds as error:
-        if "gloo" in str(error):  # which has no class of its own
+        if lost_rank(error):
             raise
         why = " ".join(str(error).split())[:300] or type(error).__name__
         raise EngineError(

@@ -107,6 +107,7 @@ from engine import (
     choose_engine,
     find_model,
     load_model,
+    lost_rank,
     vllm_missing,
 )
 from evaluate import (
@@ -473,11 +474,6 @@ def start_ranks(config: Config) -> None:
         timeout=timedelta(minutes=config.timeout_minutes),
     )
     joined = True
-
-
-def lost_rank(error: BaseException) -> bool:
-    """Did a collective fail because another rank is gone or hangs? gloo has no class for it."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def not_the_file(error: BaseException) -> bool:
