@@ -890,7 +890,7 @@ def read_task(name: str, seed: int) -> Task:
     if path == "toy":
         if int(row) > evaluate.TOY_TASKS:
             raise UsageError(f"--task {name}: the toy has rows 1 to {evaluate.TOY_TASKS}")
-        return toy.make_tasks(int(row), f"{seed} eval", held_out=True)[-1]
+        return toy.held_out_tasks(int(row), seed)[-1]
     if not Path(path).is_file():
         raise UsageError(f"--task {name}: no such file as {path}")
     with tempfile.TemporaryDirectory() as folder:

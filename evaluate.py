@@ -1063,7 +1063,7 @@ def read_tasks(args: argparse.Namespace, seed: int) -> tuple[list, int]:
     tasks = []
     for name in data_names(args.data):
         if name == "toy":
-            tasks += toy.make_tasks(args.n_tasks or TOY_TASKS, f"{seed} eval", held_out=True)
+            tasks += toy.held_out_tasks(args.n_tasks or TOY_TASKS, seed)
         else:
             loaded, report = load_evaluation(name)
             print(report, file=sys.stderr)

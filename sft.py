@@ -679,7 +679,7 @@ class TraceFile:
         self._done_file = self.done_path.open("a+b")
         try:
             fcntl.flock(self._done_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             self._done_file.close()
             raise DataError(f"another process writes to {path}: wait for it") from error
         self._file = self.path.open("a+b")

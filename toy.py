@@ -135,6 +135,11 @@ def make_tasks(n: int, seed: object, *, kinds=KINDS, held_out: bool = False) -> 
     return tasks
 
 
+def held_out_tasks(n: int, seed: int) -> list[Task]:
+    """The tasks that a run of this seed is measured on, by train.py, evaluate.py and demo.py."""
+    return make_tasks(n, f"{seed} eval", held_out=True)
+
+
 def _draw_task(kind: str, rng: random.Random) -> Task:
     def digits(n):
         return "".join(str(rng.randint(1, MODULUS - 1)) for _ in range(n))

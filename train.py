@@ -602,7 +602,7 @@ def make_world(config: Config) -> World:
     if not config.data:
         return World(
             tasks_of=lambda step: toy.make_tasks(config.tasks_per_step, f"{config.seed} {step}"),
-            eval_tasks=toy.make_tasks(config.eval_tasks, f"{config.seed} eval", held_out=True),
+            eval_tasks=toy.held_out_tasks(config.eval_tasks, config.seed),
             scripts=toy.SCRIPTS,
             designer_prompt=prompt or toy.DESIGNER_PROMPT,
         )
