@@ -59,7 +59,7 @@ worth learning from, so the squared signal-to-noise ratio of the designer's grad
 
 At equal executions 16 x 1 is never worse for the designer than 4 x 4. Against 8 x 1, half of the
 executions, 4 x 4 is better where Vn > 2 Vd. (Centring on the mean of the same M designs makes
-M - 1 of the factor M: then where Vn > 3.2 Vd.) But a design costs too: if c_d, and an execution c_e,
+M - 1 of the factor M: then where Vn > 3.2 Vd.) If a design costs c_d and an execution c_e,
 the best N is sqrt((c_d / c_e) * (Vn / Vd)). The paper compares 4 x 4 with 8 x 1; `--n-designs` and
 `--n-executions` are the controls. The executor's group has M * N members in each case.
 

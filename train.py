@@ -564,7 +564,7 @@ class Preemption:
     """Notes SIGTERM. Raises Preempted at once where nothing can be lost, else learn() asks."""
 
     def __init__(self):
-        self.asked, self.at_once = False, True
+        self.asked, self.at_once = False, False
 
     def __call__(self, signum, frame) -> None:
         self.asked = True
@@ -575,6 +575,8 @@ class Preemption:
     def raising(self, at_once: bool) -> Iterator[None]:
         before, self.at_once = self.at_once, at_once
         try:
+            if at_once and self.asked:
+                raise Preempted
             yield
         finally:
             self.at_once = before
@@ -1291,8 +1293,6 @@ def roll_out(
     rolled = []
     try:
         with preemption.raising(at_once=True):
-            if preemption.asked:
-                raise Preempted
             if mine:
                 rolled = rollout(
                     mine,
@@ -1664,7 +1664,8 @@ def work(config: Config, folder: Path, world: World | None, examples: list[Examp
         for left in folder.glob(".*.partial"):  # of a save that was killed
             shutil.rmtree(left) if left.is_dir() else left.unlink()
     try:
-        run(config, folder, world) if world else imitate_file(config, folder, examples)
+        with preemption.raising(at_once=True):
+            run(config, folder, world) if world else imitate_file(config, folder, examples)
     except Preempted:
         kept = checkpoints_of(folder)
         last = f"saved {kept[-1].name}" if kept else "no step was done yet"
@@ -1977,7 +1978,6 @@ def main(argv: list[str] | None = None) -> int:
     except RuntimeError as error:
         if not lost_rank(error):
             raise
-        preemption.at_once = False  # torchrun sends SIGTERM as soon as it sees a rank end
         time.sleep(GRACE_S)  # torchrun names the rank that ended first: let that be the other one
         return fail("failed", f"lost another rank ({error}); the first to end has the cause", 1)
     except KeyboardInterrupt:
