@@ -755,20 +755,15 @@ def step_tasks(
     sources: Mapping[str, Sequence[Task]],
     step: int,
     seed: int = 0,
-    rank: int = 0,
-    world: int = 1,
     mix: Mapping[str, int] | None = None,
 ) -> list[Task]:
-    """This rank's tasks of a step: a pure function, so a resumed run needs nothing but the step.
+    """The tasks of a step: a pure function, so a resumed run needs nothing but the step.
 
-    mix: source -> tasks a step over all ranks (DEFAULT_MIX). Each source runs through its own
-    epochs, reshuffled each time: with n tasks and c a step an epoch is n // c steps, without a
-    repeat; the n % c tasks left over are others in the next epoch. 53,291 Polaris tasks at 4 a
-    step are an epoch of 13,322 steps.
-
-    The kinds are spread evenly over the step, whatever the number of ranks: 4 + 2 + 2 lie as
-    m a c m m a c m. Rank r has places r*B//world up to (r+1)*B//world, so the global step is the
-    same for every world size, and its first task stands at place r*B//world of the step's B.
+    mix: source -> tasks a step (DEFAULT_MIX). Each source runs through its own epochs, reshuffled
+    each time: with n tasks and c a step an epoch is n // c steps, without a repeat; the n % c tasks
+    left over are others in the next epoch. 53,291 Polaris tasks at 4 a step are an epoch of 13,322
+    steps. The kinds are spread evenly, so that the stretches of ranks are alike: 4 + 2 + 2 lie as
+    m a c m m a c m.
 
     >>> tasks = {"m": [Task(f"m{i}", "math", "?") for i in range(5)],
     ...          "c": [Task(f"c{i}", "code", "?") for i in range(2)]}
@@ -779,8 +774,6 @@ def step_tasks(
     (4, True)
     """
     mix = DEFAULT_MIX if mix is None else mix
-    if not 0 <= rank < world or step < 0:
-        raise DataError(f"no rank {rank} of {world} at step {step}")
     places = []
     for source, count in mix.items():
         tasks = sources.get(source, ())
@@ -792,7 +785,7 @@ def step_tasks(
         places += [((j + 0.5) / count, tasks[i]) for j, i in enumerate(drawn)]
     batch = [task for _, task in sorted(places, key=lambda place: place[0])]
     _refuse_checks(batch)
-    return batch[rank * len(batch) // world : (rank + 1) * len(batch) // world]
+    return batch
 
 
 class OneLineParser(argparse.ArgumentParser):

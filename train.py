@@ -510,7 +510,7 @@ def sum_over_ranks(values: list[float]) -> list[float]:
 
 
 def my_share(items: list) -> tuple[range, list]:
-    """(places, items) of this rank's stretch of `items`, as data.step_tasks cuts them."""
+    """(places, items) of this rank's stretch of `items`."""
     first, last = (r * len(items) // ranks() for r in (rank(), rank() + 1))
     return range(first, last), items[first:last]
 

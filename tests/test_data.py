@@ -635,17 +635,6 @@ def test_no_repeats_within_an_epoch_and_another_order_in_the_next():
     assert all(len(set(epoch)) == 6 for epoch in apps)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8, 11])
-def test_ranks_are_disjoint_and_make_up_the_same_step(world):
-    for step in (0, 3, 17):
-        parts = [ids(step, rank=rank, world=world) for rank in range(world)]
-        assert sum(parts, []) == ids(step)  # in order: rank r begins at place r * 8 // world
-        assert [sum(map(len, parts[:r])) for r in range(world)] == [
-            r * 8 // world for r in range(world)
-        ]
-        assert len(set(sum(parts, []))) == 8
-
-
 def test_a_step_depends_on_nothing_but_its_number_and_the_seed():
     forward = [ids(step) for step in range(12)]
     random.seed(1)
@@ -660,8 +649,6 @@ def test_other_mixes_and_impossible_ones():
     for mix in ({"codecontests": 6}, {"olympiads": 1}, {"apps": 0}):
         with pytest.raises(DataError, match="change the mix"):
             step_tasks(POOL, 0, mix=mix)
-    with pytest.raises(DataError, match="no rank 2 of 2"):
-        step_tasks(POOL, 0, rank=2, world=2)
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,20 @@ def test_no_reward_for_long_is_said(monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out.count("no reward in 10 steps") == 1
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 11])
+def test_the_ranks_shares_are_disjoint_and_make_up_the_whole(ranks, monkeypatch):
+    items, shares = list("abcdefgh"), []
+    monkeypatch.setattr(train, "ranks", lambda: ranks)
+    for rank in range(ranks):
+        monkeypatch.setattr(train, "rank", lambda rank=rank: rank)
+        shares.append(train.my_share(items))
+    assert sum((mine for _, mine in shares), []) == items
+    assert [place for places, _ in shares for place in places] == list(range(8))
+    assert all([items[place] for place in places] == mine for places, mine in shares)
+    sizes = [len(mine) for _, mine in shares]
+    assert max(sizes) - min(sizes) <= 1
+
+
 def test_a_path_holds_from_anywhere_also_with_an_equals_sign_in_it(tmp_path, monkeypatch):
     (tmp_path / "k=1").mkdir()
     (tmp_path / "k=1/rows.jsonl").touch()
