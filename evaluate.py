@@ -1167,8 +1167,9 @@ def digest(tasks: Sequence[Task]) -> str:
 
 
 def weights_of(folder: Path) -> list:
-    """Names, sizes and times of a model folder's files: another training leaves others."""
-    files = sorted(path for path in folder.iterdir() if path.is_file())
+    """Names, sizes and times of the files that make the model: another training leaves others."""
+    patterns = ("*.safetensors", "*.bin", "*config.json", "tokenizer*", "vocab.*", "*.jinja")
+    files = sorted({path for pattern in patterns for path in folder.glob(pattern)})
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
