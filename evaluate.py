@@ -529,7 +529,9 @@ def majority(task, replies: Sequence[str]) -> int:
         answers = [extract_answer(reply) for reply in replies]
         same = functools.partial(math_equal, tolerance=task.tolerance)
     else:
-        answers = [behaviour(extract_code(reply), task.tests) for reply in replies]
+        programs = [extract_code(reply) for reply in replies]
+        shown = {program: behaviour(program, task.tests) for program in dict.fromkeys(programs)}
+        answers = [shown[program] for program in programs]
         same = list.__eq__
     groups: list[list[int]] = []
     for i, answer in enumerate(answers):

@@ -552,6 +552,14 @@ def test_programs_vote_by_what_they_print_not_by_what_was_expected(best_isolatio
     assert majority(question(kind="code", tests=call), replies) == 1
 
 
+def test_a_program_that_several_replies_give_runs_once(monkeypatch):
+    ran = []
+    monkeypatch.setattr(module, "behaviour", lambda program, tests: ran.append(program) or [1])
+    replies = [f"```python\nprint({n})\n```" for n in (1, 2, 1, 1)]
+    assert majority(question(kind="code", tests=DOUBLE), replies) == 0
+    assert ran == ["print(1)", "print(2)"]
+
+
 def test_a_program_that_sometimes_works_has_a_vote_and_is_told_apart(best_isolation):
     half = behaviour("n = int(input())\nprint(1 // n)", DOUBLE)
     assert half == [["1"], ["0"], "error"]
