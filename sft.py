@@ -812,7 +812,7 @@ def read_fields(text: str | None) -> dict:
 
 
 def open_teacher(args: argparse.Namespace) -> ApiEngine | TorchEngine | VLLMEngine:
-    """The teacher as an engine. Raises DataError or TeacherError."""
+    """The teacher as an engine. Raises DataError, TeacherError, ModelError or EngineError."""
     if args.endpoint:
         return ApiEngine(
             chat_url(args.endpoint),
