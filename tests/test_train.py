@@ -246,6 +246,16 @@ def test_a_path_holds_from_anywhere_also_with_an_equals_sign_in_it(tmp_path, mon
     assert train.absolute_names("k=1/rows.jsonl=2,apps=1") == f"{path}=2,apps=1"
 
 
+def test_sigterm_before_and_after_the_work_raises_nothing_where_nobody_catches_it():
+    preemption = train.Preemption()
+    with preemption.raising(at_once=True), preemption.raising(at_once=False):
+        preemption(15, None)  # among the steps: noted
+    preemption(15, None)  # the run is over
+    with pytest.raises(train.Preempted), preemption.raising(at_once=True):
+        raise AssertionError("it was asked for before")
+    assert not preemption.at_once
+
+
 def test_sigterm_in_the_last_step_is_not_forgotten(monkeypatch, tmp_path):
     """What comes after the steps takes long on a full run: the machine is wanted back before it."""
     saved = []
