@@ -557,7 +557,8 @@ def _vote(
 
     def elect(place: tuple[int, int]) -> Row:
         (t, k), ballot = place, ballots[place]
-        winner = ballot.replies[majority(tasks[t], [ran.answer or "" for ran in ballot.replies])]
+        answered = [ran.answer if ran.status == "ok" else None for ran in ballot.replies]
+        winner = ballot.replies[majority(tasks[t], [answer or "" for answer in answered])]
         if winner.status == "ok":
             winner = replace(winner, reward=score(tasks[t], winner.answer))
         calls = [call for ran in ballot.replies for call in ran.calls]
@@ -577,8 +578,8 @@ def _vote(
             scripts=[script],
             n_executions=1,
             step=VOTE_STEP,
-            # Task 12, sample 3, reply 7 has the place 12003000007.
-            places=[places[t] * 10**9 + k * 10**6 + i for (t, k), i in asked],
+            # Task 12, sample 3, reply 7 has the place 12000003000007.
+            places=[places[t] * 10**12 + k * 10**6 + i for (t, k), i in asked],
             on_event=watch,
         )
         slowest: dict[tuple[int, int], float] = {}

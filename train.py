@@ -1495,7 +1495,7 @@ def imitate_file(config: Config, folder: Path, examples: list[Example]) -> None:
 
 def go_on(folder: Path, state: State, config: Config) -> int:
     """Loads the last checkpoint if there is one and cuts the log to it; returns the steps done."""
-    saved = checkpoints_of(folder)
+    saved = gather(checkpoints_of(folder) if rank() == 0 else [])  # one view of the file system
     done = load_checkpoint(saved[-1], state, config) if saved else 0
     cut_log(folder / "log.jsonl", done)
     barrier()
@@ -1931,6 +1931,7 @@ def step_plan(config: Config) -> list[str]:
     calls = 1 if single else config.max_calls
     mix = parse_mix(config.data) if config.data else {"toy": None}
     listed = ", ".join(f"{n or config.tasks_per_step} {name}" for name, n in mix.items())
+    stages = f" in stages of {config.stage_length}" if config.train == "stagewise" else ""
     most = designs * config.designer_max_tokens, executions * calls * config.executor_max_tokens
     return [
         f"a step: {config.tasks_per_step} tasks ({listed}), {designs} designs, {executions}"
@@ -1939,7 +1940,7 @@ def step_plan(config: Config) -> list[str]:
         f"output tokens of a step, at most: {most[0]:,} of designers, {most[1]:,} of executors"
         f" (calls an execution: {calls}; each call at its limit)",
         f"{config.updates_per_step} updates a step, micro-batches of {config.token_budget:,}"
-        f" tokens; {config.steps} steps in stages of {config.stage_length}",
+        f" tokens; {config.steps} steps" + stages,
     ]
 
 

@@ -678,6 +678,26 @@ def test_a_vote_depends_neither_on_the_batch_nor_on_which_tasks_are_left(system)
     assert vote(system, budgets, tasks=TASKS[1:], places=[1, 2]).rows == whole[4:]
 
 
+def test_a_reply_whose_execution_failed_has_no_vote():
+    """The first of three equal answers came from a script that then ran out of time."""
+
+    class Late(FakePool):
+        def poll(self, timeout=None):
+            events = super().poll(timeout)
+            for event in events:
+                if event.kind == "ended" and event.key[0] == 0:
+                    event.status = "timeout"
+            return events
+
+    right = ScriptedEngine(lambda key, messages, seed: r"\boxed{8}")
+    options = {"scripts": SCRIPTS, "system": "vote:calls"}
+    result = evaluate(
+        TASKS[:1], right, Late(), lambda task, answer: 1.0,
+        budgets=[make_row("sum:s1", calls=3)], **options,
+    )  # fmt: skip
+    assert [(row.status, row.reward, row.calls) for row in result.rows] == [("ok", 1.0, 3)]
+
+
 def test_only_the_winner_of_a_vote_is_scored_and_a_failed_one_has_none():
     """Prompts that don't fit: each ballot ends after one try, without a call."""
 
