@@ -54,7 +54,6 @@ import pickle
 import pickletools
 import random
 import re
-import sys
 import unicodedata
 import zlib
 from collections import Counter
@@ -803,7 +802,7 @@ def main() -> None:
     try:
         tasks, report = load(args.data, args.split)
     except DataError as error:
-        sys.exit(f"data.py: {error}")
+        parser.error(str(error))
     print(report)
     for task in tasks[:2]:
         print()

@@ -956,6 +956,8 @@ def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -
         check_question(args.question)
     if not 0 <= args.port <= 65535:
         raise UsageError(f"--port {args.port}: give 1 to 65535, or 0 for any that is free")
+    if args.system in evaluate.VOTES:
+        raise UsageError(f"--system {args.system} is many runs, this shows one: give single")
     if args.system != "designed" and args.designer_prompt:
         raise UsageError(f"--designer-prompt: {args.system} asks no designer, leave it out")
     read_prompt(args.designer_prompt)

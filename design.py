@@ -33,8 +33,8 @@ Different from the reference, and why
 -------------------------------------
 It takes the first fence by a regular expression, which a fence inside a prompt cuts short, and it
 patches the script's text before running it. Here the script runs as it was written, but for one
-repair: where Python refuses a fenced script for a LaTeX "\xi" or "\underline" in a plain string,
-that backslash is doubled.
+repair: where Python refuses it for a LaTeX "\xi" or "\underline" in a plain string, backslashes
+of that kind are doubled in all of it.
 
 How to run it alone: `python design.py` prints the designer's prompt and the six fixed scripts with
 their structures. Standard library only.

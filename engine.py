@@ -241,11 +241,12 @@ AttentionInterface.register("grouped_decode", grouped_decode)
 
 
 class ModelError(ValueError):
-    """A model folder that can't be used. One line that says what to give instead."""
+    """A model or an engine that can't be had here. One line that says what to give instead."""
 
 
 # The paper samples Qwen3 without thinking; a chat template that knows no such switch ignores it.
 CHAT_KWARGS = {"enable_thinking": False}
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 HALF_LOADED = "the last load_weights failed half-way: load all weights again"
 
 
@@ -364,15 +365,18 @@ class TorchEngine:
     max_context: most tokens of prompt and reply together; None: the model's own limit. max_batch:
     most calls decoded at once; the others wait. chat_kwargs: handed to apply_chat_template, such as
     {"enable_thinking": False}. The model is used as it is, not copied. On a CPU, the same submits
-    and steps in the same order give the same bits. Raises ValueError for a model that doesn't
-    attend to its whole context in every layer.
+    and steps in the same order give the same bits. Raises ModelError for a model that doesn't
+    attend to its whole context in every layer, or has fewer positions than that.
     """
 
     def __init__(self, model, tokenizer, *, max_context=None, max_batch=256, chat_kwargs=None):
         self.model, self.tokenizer = model, tokenizer
         self.device = next(model.parameters()).device
         self.max_batch = max_batch
-        self.max_context = max_context or model.config.get_text_config().max_position_embeddings
+        positions = model.config.get_text_config().max_position_embeddings
+        self.max_context = max_context or positions
+        if self.max_context > positions:
+            raise ModelError(f"a context of {max_context}: this model knows {positions} positions")
         self._require_full_attention()
         self._prompts = ChatPrompts(tokenizer, self.max_context, chat_kwargs)
         self._stop_ids = stop_ids(tokenizer, getattr(model, "generation_config", None))
@@ -388,7 +392,7 @@ class TorchEngine:
         window = getattr(config, "sliding_window", None)
         narrow = window is not None and window < self.max_context
         if narrow or kinds - {"full_attention", "sliding_attention"}:
-            raise ValueError(
+            raise ModelError(
                 f"TorchEngine needs full attention in every layer, this model has {sorted(kinds)} "
                 f"(sliding_window={window}): take another model, or a max_context within the window"
             )
@@ -877,7 +881,7 @@ def find_model(name: str) -> Path:
 
     Raises ModelError where the hub doesn't give it.
     """
-    if Path(name).is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    if Path(name).is_dir() or not HUB_NAME.fullmatch(name):
         return check_folder(name)
     import huggingface_hub
 
@@ -886,7 +890,7 @@ def find_model(name: str) -> Path:
     except (OSError, ValueError) as error:
         why = " ".join(str(error).split())[:200]
         raise ModelError(
-            f"the hub gives no {name} ({why}): fetch it where there is a network with"
+            f"no folder {name}, and the hub gives none ({why}): fetch it where a network is, with"
             f" `hf download {name} --local-dir FOLDER`, and give the folder"
         ) from error
 
@@ -898,7 +902,7 @@ def load_model(folder: str | Path, device: str, dtype: torch.dtype | None = None
     a folder that is none, a part that is missing or broken (also a single weight: Transformers
     would draw it at random), a tokenizer without chat template, or a device that is not there.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # slow, and only needed here
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # slow to import
 
     folder = check_folder(folder)
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
@@ -930,11 +934,11 @@ def load_model(folder: str | Path, device: str, dtype: torch.dtype | None = None
 def choose_engine(wanted: str, device: str) -> str:
     """Which engine is wanted, torch or vllm; "auto" is vLLM on CUDA if it is installed.
 
-    Raises EngineError for a vLLM that is wanted and not there.
+    Raises ModelError for a vLLM that is wanted and not there.
     """
     missing = vllm_missing()
     if wanted == "vllm" and missing:
-        raise EngineError(missing)
+        raise ModelError(missing)
     if wanted != "auto":
         return wanted
     return "vllm" if device == "cuda" and not missing else "torch"
@@ -961,17 +965,8 @@ def open_engine(
             gpu_memory=gpu_memory,
             chat_kwargs=CHAT_KWARGS,
         )
-    model, tokenizer = load_model(folder, device)
-    limit = model.config.get_text_config().max_position_embeddings
-    if max_context and max_context > limit:
-        raise ModelError(
-            f"a context of {max_context}: the model in {folder} knows {limit} positions"
-        )
     limits = {"max_context": max_context, "max_batch": max_batch}
-    try:
-        return TorchEngine(model, tokenizer, **limits, chat_kwargs=CHAT_KWARGS)
-    except ValueError as error:
-        raise ModelError(f"{folder}: {error}") from error
+    return TorchEngine(*load_model(folder, device), **limits, chat_kwargs=CHAT_KWARGS)
 
 
 class ScriptedEngine:

@@ -160,8 +160,7 @@ def collect(
 ) -> list[Example]:
     """One design and one execution a task by `teacher`, kept where correct.
 
-    options: those of execute.rollout; places too, of all tasks. on_progress(tasks done, tasks,
-    examples kept).
+    places and options: those of execute.rollout. on_progress(tasks done, tasks, examples kept).
     """
     places = range(len(tasks)) if places is None else places
     examples: list[Example] = []
@@ -923,8 +922,8 @@ def collect_into(
             # Twice as many tasks as requests at a time: most scripts ask one agent after another.
             for start in range(0, len(todo), 2 * args.concurrency):
                 batch = todo[start : start + 2 * args.concurrency]
-                places, tasks = zip(*batch, strict=True)
-                rollout(tasks, teacher, pool, score, places=places, **options)
+                places, part = zip(*batch, strict=True)
+                rollout(part, teacher, pool, score, places=places, **options)
     except _Enough:
         return "both amounts are reached"
     except BudgetSpent as error:

@@ -99,6 +99,7 @@ from data import (
 )
 from engine import (
     CHAT_KWARGS,
+    HUB_NAME,
     EngineError,
     ModelError,
     TorchEngine,
@@ -198,7 +199,9 @@ class Config:
         "", "held-out tasks: files or data sets, with commas; default: some of the training tasks"
     )
     keep: str = setting("", "a file of task ids to train on (evaluate.py --check-golds makes it)")
-    difficulty: str = setting("", "keep Polaris tasks of k/8 with k in this range, such as 1-7")
+    difficulty: str = setting(
+        "", "keep math tasks that a model solves k times of 8, k in this range, such as 1-7"
+    )
     max_tests: int = setting(16, "tests a training program is judged by, at most", least=1)
 
     train: str = setting(
@@ -379,9 +382,11 @@ def check(config: Config) -> None:
         raise UsageError("--temperature must be 1 in training: another one trains another policy")
     for name in ("model", "resume", "designer_prompt", "keep", "export"):
         given = getattr(config, name)
-        on_hub = name == "model" and re.fullmatch(r"[\w.-]+/[\w.-]+", given)
+        on_hub = name == "model" and HUB_NAME.fullmatch(given)
         if given and not (Path(given).exists() or on_hub or (name == "resume" and given == "auto")):
             raise UsageError(f"{flag(name)}: there is no {given}: give a path")
+    if Path(config.name).name != config.name:
+        raise UsageError(f"--name {config.name}: give one folder's name, --out says where it is")
     mixed = config.data and config.train != "sft"
     names = list(parse_mix(config.data)) if mixed else []
     for given in names + data_names(config.eval_data):
@@ -466,8 +471,11 @@ def start_ranks(config: Config) -> None:
         os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     if cuda:
         devices = torch.cuda.device_count()
-        if int(os.environ["LOCAL_RANK"]) >= devices:
-            raise UsageError(f"{devices} CUDA devices are here, one process each: fewer processes")
+        if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > devices:  # on all of them, so it is said
+            raise UsageError(
+                f"{devices} CUDA devices are here, one process each: fewer processes, or --device"
+                " cpu"
+            )
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -982,7 +990,7 @@ def imitation(
 
     def step_of(step: int, *, first: bool = False) -> dict:
         calls = [encoded[i] for i in order[step]]
-        metrics = sft_step(policy, optimizer, calls, tokenizer.pad_token_id, config)
+        metrics = sft_step(policy, optimizer, calls, tokenizer.pad_token_id or 0, config)
         return {"step": step, "role": "sft", **metrics}
 
     return optimizer, step_of
@@ -1325,7 +1333,7 @@ def train_step(
         state.engine.sleep()  # its memory is the trainer's until the weights are pushed
     roles = roles_to_train(config, step)
     parts = [training_calls(rolled, role, normalize_std=config.normalize_std) for role in roles]
-    pad_id = state.tokenizer.pad_token_id
+    pad_id = state.tokenizer.pad_token_id or 0  # any will do: masks come from lengths
     if first:
         _, mine = my_share(parts[0][0])
         gap = check_sampler(state.policy, mine, config, pad_id, state.engine)
@@ -1788,8 +1796,8 @@ def time_plan(
     Generating, on a rank with the most tasks: prompts cost their forward. Then each token of a
     reply reads all weights once for all sequences that run, and the keys and values of each (half
     of the reply is there on average). As many sequences run as kv_tokens holds, else in waves. An
-    execution's calls follow one another. Reading is what binds while fewer than about 90
-    sequences run; with more it would be FLOPs.
+    execution's calls follow one another. Reading is what binds, not FLOPs: a sequence's keys and
+    values alone take longer to read than its token takes to compute.
 
     Training, counted in forwards of a token: one, two for its backward, one more where the forward
     is recomputed, one for logp_old where a step has several updates. Five at most, so 10 FLOPs a
@@ -1863,12 +1871,15 @@ def shape_of(config: Config) -> Shape:
         return SHAPES[config.model]
     if not config.model:
         raise UsageError("--dry-run plans for a given model: give --model, or a Qwen preset")
-    c = AutoConfig.from_pretrained(check_folder(find_model(config.model))).get_text_config()
-    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    return Shape(
-        *(c.hidden_size, c.num_hidden_layers, c.intermediate_size, c.num_attention_heads),
-        *(c.num_key_value_heads, c.tie_word_embeddings, head_dim, c.vocab_size),
-    )
+    try:
+        c = AutoConfig.from_pretrained(config.model).get_text_config()  # of the hub only this file
+        head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        return Shape(
+            *(c.hidden_size, c.num_hidden_layers, c.intermediate_size, c.num_attention_heads),
+            *(c.num_key_value_heads, c.tie_word_embeddings, head_dim, c.vocab_size),
+        )
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"--model {config.model} has no shape to plan for: {error}") from error
 
 
 def plan_text(config: Config) -> str:
@@ -1991,10 +2002,11 @@ def main(argv: list[str] | None = None) -> int:
 def fail(what: str, error: BaseException | str, status: int) -> int:
     """One line on standard error, with the rank where there are several.
 
-    What can't work (status 2) fails on every rank alike: one a machine says it.
+    What can't work (status 2) fails on every rank alike until they have joined: one a machine
+    says it.
     """
     where = f"rank {rank()}: " if ranks() > 1 else ""
-    if status == 1 or os.environ.get("LOCAL_RANK", "0") == "0":
+    if status == 1 or joined or os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"train.py: {where}{what}: {one_line(error)}", file=sys.stderr, flush=True)
     return status
 

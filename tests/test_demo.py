@@ -5,7 +5,6 @@ headless chromium where there is one.
 """
 
 import contextlib
-import doctest
 import http.client
 import json
 import math
@@ -148,11 +147,6 @@ def named(svg, path, **attributes):
     return [x for x in found if all(x.get(k.rstrip("_")) == v for k, v in attributes.items())]
 
 
-def test_doctests():
-    result = doctest.testmod(demo)
-    assert result.attempted > 10 and result.failed == 0
-
-
 # --- what happened
 
 
@@ -270,8 +264,7 @@ def test_nobodys_text_becomes_markup():
         assert parsed.text.count(line) >= 8 + 2 * 7
     assert r"zero\x00 escape\x1b[2J rtl\u202e\u2066 é🙂 你好" in parsed.text
     assert not re.search("[\x00\x1b\u202e\u2066]", text)
-    policy = dict(parsed.tags)["meta"]
-    assert any("default-src 'none'" in a.get("content", "") for _, a in parsed.tags), policy
+    assert any("default-src 'none'" in a.get("content", "") for _, a in parsed.tags)
     assert "http" not in re.sub("https://example.org|http-equiv", "", text)
 
 
@@ -393,8 +386,9 @@ def test_rows_count_as_lines_do(tmp_path):
 
 
 def test_rows_of_parquet(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+    from pyarrow import parquet
+
     file = tmp_path / "rows.parquet"
     table = {"question": ["q1", "q2"], "answer": ["1", "2"]}
     parquet.write_table(pyarrow.table(table), file)
@@ -449,6 +443,7 @@ def test_the_newest_finished_toy_run_is_taken(tmp_path):
         (["--task", "", "--model", "{tiny}"], "FILE:ROW"),
         (["--task", "none.jsonl:1", "--model", "{tiny}"], "no such file"),
         (["--question", "q", "--system", "choir", "--model", "{tiny}"], "unknown system"),
+        (["--question", "q", "--system", "vote:calls", "--model", "{tiny}"], "many runs"),
         (["--question", "q", "--quest"], "unrecognized"),
     ],
 )

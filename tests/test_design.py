@@ -1,7 +1,6 @@
 """design.py: the designer's messages, and scripts extracted, checked and classified."""
 
 import ast
-import doctest
 import time
 import warnings
 from pathlib import Path
@@ -25,10 +24,6 @@ def kind_of_error(function, *args):
     assert str(caught.value) == f"{caught.value.kind}: {caught.value.detail}"
     assert "\n" not in str(caught.value)
     return caught.value.kind
-
-
-def test_doctests():
-    assert doctest.testmod(design).failed == 0
 
 
 # --- the prompt

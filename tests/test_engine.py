@@ -5,7 +5,6 @@ Random tiny models: a Qwen3 (rotary positions, grouped query heads, tied embeddi
 whose learned positions show a wrong position id that rotary ones would forgive.
 """
 
-import doctest
 import random
 
 import numpy as np
@@ -13,9 +12,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-import engine as engine_module
 from engine import (
     PREFILL_TOKENS,
+    ModelError,
     PromptTooLong,
     ScriptedEngine,
     TorchEngine,
@@ -347,6 +346,8 @@ def test_models_without_full_attention_are_refused():
     with pytest.raises(ValueError, match="full attention"):
         TorchEngine(sliding, tokenizer)
     TorchEngine(sliding, tokenizer, max_context=64)
+    with pytest.raises(ModelError, match="of 513: this model knows 512 positions"):
+        TorchEngine(random_tiny()[0], tokenizer, max_context=513)
     linear, _ = random_tiny()
     linear.config.layer_types = ["linear_attention", "full_attention"]
     with pytest.raises(ValueError, match="linear_attention"):
@@ -511,7 +512,3 @@ def test_scripted_engine_answers_what_was_submitted():
     assert (a.key, a.text, b.key, b.text) == ("a", "reply to one", "b", "reply to two")
     assert a.prompt_ids is a.output_ids is a.logp_sampler is None and a.finish_reason == "stop"
     assert scripted.pending() == 0 and scripted.step() == []
-
-
-def test_doctests():
-    assert doctest.testmod(engine_module).failed == 0

@@ -5,7 +5,6 @@ run the command on a tiny random model, with the real one.
 """
 
 import dataclasses
-import doctest
 import itertools
 import json
 import os
@@ -162,10 +161,6 @@ def make_row(task="t", reward=0.0, source="sum", sample=0, status="ok", structur
 
 
 # --- the estimate ------------------------------------------------------------------------------
-
-
-def test_doctests():
-    assert doctest.testmod(module).failed == 0
 
 
 def test_the_interval_of_six_coins_is_the_binomial_one():
@@ -750,7 +745,9 @@ def test_a_vote_by_tokens_needs_an_engine_that_counts_them():
         run(engine_of(None, None), system="vote:tokens", budgets=budgets)
 
 
-def test_seconds_go_from_the_first_call_of_a_sample_to_its_answer(monkeypatch):
+@pytest.fixture
+def slow(monkeypatch):
+    """A ScriptedEngine whose steps take 10 s each of a clock that nothing else moves."""
     now = 0.0
 
     class Slow(ScriptedEngine):
@@ -760,9 +757,12 @@ def test_seconds_go_from_the_first_call_of_a_sample_to_its_answer(monkeypatch):
             return super().step()
 
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    return Slow
 
+
+def test_seconds_go_from_the_first_call_of_a_sample_to_its_answer(slow):
     def seconds(system, **more):
-        engine = Slow(box)
+        engine = slow(box)
         options = {"scripts": SCRIPTS, "designer_prompt": toy.DESIGNER_PROMPT, **more}
         rows = evaluate(TASKS[:1], engine, FakePool(), grade, system=system, **options).rows
         return [(row.structure, row.seconds) for row in rows]
@@ -773,7 +773,7 @@ def test_seconds_go_from_the_first_call_of_a_sample_to_its_answer(monkeypatch):
     assert len(set(designed)) > 1 and all(steps[name] == took for name, took in designed)
     assert seconds("vote:calls", budgets=[make_row("sum:s1", calls=5)]) == [("single", 10.0)]
 
-    class LastFirst(Slow):
+    class LastFirst(slow):
         """A reply of 5 tokens a step: of those asked together the first waits longest."""
 
         held = ()
@@ -828,23 +828,15 @@ def test_the_file_of_another_evaluation_is_refused_and_left(tmp_path):
         assert path.read_text() == text
 
 
-def test_only_what_lacks_is_evaluated_with_its_own_seeds_and_in_order(monkeypatch):
+def test_only_what_lacks_is_evaluated_with_its_own_seeds_and_in_order(slow):
     """A step takes 10 s, a task one step: the times of the tasks add up, none counts twice."""
-    now = 0.0
-
-    class Slow(ScriptedEngine):
-        def step(self):
-            nonlocal now
-            now += 10.0
-            return super().step()
 
     def all_of(partial):
-        engine = Slow(lambda key, messages, seed: by_seed(messages[-1]["content"], seed))
+        engine = slow(lambda key, messages, seed: by_seed(messages[-1]["content"], seed))
         options = {"scripts": SCRIPTS, "samples": 2, "batch": 1, "seed": 3, "score": grade}
         systems = ["structure:pipeline", "vote:calls"]
         return complete(partial, systems, TASKS, engine=engine, pool=FakePool(), **options)
 
-    monkeypatch.setattr(module.time, "monotonic", lambda: now)
     whole = all_of(Partial(None, {}))
     partial = Partial(None, {})
     partial.add("structure:pipeline", 5.0, whole["structure:pipeline"].rows[2:4])

@@ -4,7 +4,6 @@ Most tests play scripts as Python generators in a FakePool, because then the tes
 each event comes. The tests at the end run real scripts in the real sandbox.
 """
 
-import doctest
 import random
 import threading
 import time
@@ -173,10 +172,6 @@ def play(tasks, programs, reply=None, score=None, engine=None, pool=None, **kwar
 
 def statuses(rollouts):
     return [[[x.status for x in d.executions] for d in r.designs] for r in rollouts]
-
-
-def test_doctests():
-    assert doctest.testmod(execute).failed == 0
 
 
 # The tree and its records.

@@ -233,3 +233,12 @@ def test_a_dry_run_reads_the_shape_of_a_folder(tmp_path, capsys):
     assert train.shape_of(config).parameters() == sum(p.numel() for p in model.parameters())
     assert dataclasses.astuple(train.shape_of(config))[:5] == (64, 2, 128, 4, 2)
     assert train.main(argv) == 0 and "0.00 B parameters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("config", ['{"model_type": "none"}', '{"model_type": "gpt2"}', "{"])
+def test_a_dry_run_of_a_folder_without_a_shape_is_one_line(config, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(config)
+    argv = ["--preset", "qwen3-8b", "--model", str(tmp_path), "--dry-run"]
+    assert train.main(argv) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "has no shape to plan for" in line

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import engine
+import sft
 import toy
 import train
 from execute import Call, Design, Execution, Rollout
@@ -96,6 +97,7 @@ def test_preset_first_then_what_the_user_gave():
         (["--data", "aime24"], "--model"),
         (["--train", "sft", "--sft-steps", "0"], "--sft-steps"),
         (["--resume", "/nowhere"], "--resume"),
+        (["--name", "a/b"], "--out says where"),
         (["--device", "tpu"], "invalid choice"),
     ],
 )
@@ -459,9 +461,9 @@ def test_vllm_asked_for_and_missing_is_one_line(monkeypatch, capsys, tmp_path):
     missing = "vLLM is not installed: pip install -r requirements-gpu.txt"
     for module in (train, engine):
         monkeypatch.setattr(module, "vllm_missing", lambda: missing)
-    assert train.main(["--engine", "vllm", "--no-tables", "--out", str(tmp_path / "r")]) == 1
+    assert train.main(["--engine", "vllm", "--no-tables", "--out", str(tmp_path / "r")]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line == f"train.py: failed: {missing}" and not (tmp_path / "r").exists()
+    assert line == f"train.py: error: {missing}" and not (tmp_path / "r").exists()
     assert train.settle(config(engine="auto", device="cuda")).engine == "torch"
     assert missing in capsys.readouterr().out  # auto says why
     for module in (train, engine):
@@ -525,6 +527,7 @@ def test_the_cold_start_keeps_correct_traces_only():
     "argv, says",
     [
         (["--device", "cuda"], "CUDA devices are here"),
+        (["--model", "no/where"], "no folder no/where, and the hub gives none"),
         (["--preset", "qwen3-8b", "--tables", "--engine", "vllm"], "--no-tables"),
     ],
 )
@@ -565,3 +568,28 @@ def test_a_run_is_finished_by_the_last_thing_that_it_writes(settings, last, tmp_
     assert not train.finished(tmp_path, config_)
     (tmp_path / last).touch()
     assert train.finished(tmp_path, config_)
+
+
+def test_a_tokenizer_without_a_pad_token_will_do():
+    """Which id fills a row matters to nobody: masks come from lengths."""
+    losses = []
+    for pad in (None, "a"):
+        model, tokenizer = engine.random_tiny()
+        tokenizer.pad_token = pad
+        ask = [{"role": "user", "content": "1+1"}]
+        examples = [sft.Example(ask, "2"), sft.Example(ask, "two of them")]
+        settings = config(sft_steps=1, sft_batch=2, max_context=200)
+        _, step_of = train.imitation(ScoringModel(model), tokenizer, examples, settings)
+        losses.append(step_of(0)["loss"])
+    assert losses[0] == losses[1] > 0
+
+
+def test_after_the_ranks_have_joined_each_says_what_it_can_not_do(monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(train, "rank", lambda: 1)
+    monkeypatch.setattr(train, "ranks", lambda: 2)
+    assert train.fail("error", "no model", 2) == 2
+    assert capsys.readouterr().err == ""  # rank 0 of this machine says it
+    monkeypatch.setattr(train, "joined", True)
+    assert train.fail("error", "no model", 2) == 2
+    assert capsys.readouterr().err == "train.py: rank 1: error: no model\n"

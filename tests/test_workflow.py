@@ -4,7 +4,6 @@ Most tests drive a node by hand (`play`), because every node is a generator. The
 real scripts in a subprocess whose descriptor 3 is one end of a socket pair.
 """
 
-import doctest
 import json
 import os
 import socket
@@ -44,10 +43,6 @@ def saying(**replies):
     """A model in which each agent gives its replies in turn."""
     left = {name: list(texts) for name, texts in replies.items()}
     return lambda name, messages: left[name].pop(0)
-
-
-def test_doctests():
-    assert doctest.testmod(wf).failed == 0
 
 
 # --- messages of an agent, deliveries, chains
